@@ -1,0 +1,263 @@
+"""The rules of the house: who may import whom, where the network and torch.distributed are touched, and what is written nowhere.
+
+The source is parsed, never imported. Each rule is a function from parsed source to its offences, and is shown to find one.
+"""
+
+import ast
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = ("train_sft", "train_igpo", "rollout", "eval")
+TOP = (*SCRIPTS, "venus.demo", "venus.bench")
+
+# A module may import from any lower level, and within its level what SAME_LEVEL names. Kernels see nothing of venus, nobody sees a script.
+LEVELS = {
+    0: ("cli", "trajectory", "protocol", "cache", "metrics", "stats", "chat_api", "plan", "record", "plot_svg"),
+    1: (
+        *("tokenizer", "attention", "igpo", "benchmarks", "tiny_model"),
+        *("tools", "tools.base", "tools.offline", "tools.web", "tools.cassette"),
+    ),
+    2: ("model", "world", "experts", "rewards", "batches"),
+    3: ("weights", "sampler", "judge", "data", "info_gain", "clean"),
+    4: ("agent", "parallel", "report"),
+    5: ("collect", "checkpoint"),
+    6: ("demo", "bench"),
+}
+LEVEL = {f"venus.{name}": level for level, names in LEVELS.items() for name in names} | dict.fromkeys(SCRIPTS, 6) | {"venus": 0}
+SAME_LEVEL = {("venus.info_gain", "venus.weights"), ("venus.clean", "venus.judge"), ("venus.world", "venus.experts")}
+# Narrower than their level: the sampler never learns about tools, igpo is arithmetic on tensors.
+WALLS = {"venus.sampler": {"venus.model", "venus.cache", "venus.attention"}, "venus.igpo": {"venus.trajectory"}}
+
+NETWORK = ("requests", "urllib3", "urllib.request", "http", "socket", "ssl", "aiohttp", "httpx", "websockets", "ftplib", "smtplib")
+MAY_USE_NETWORK = ("venus.tools.web", "venus.chat_api")
+MAY_USE_DISTRIBUTED = ("venus.parallel", "venus.checkpoint", *SCRIPTS)
+ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}  # of os
+KERNEL_PACKAGES = {"torch", "triton"}
+KERNEL_MEASUREMENT = ("kernels.bench", "kernels.tune")  # may import what they are compared with
+OPTIONAL = {"pyarrow", "matplotlib", "transformers", "tensorboard"}  # extras: imported where they are used, never on top of a module
+
+
+def module_name(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def source_files():
+    return [ROOT / f"{name}.py" for name in SCRIPTS if (ROOT / f"{name}.py").exists()] + sorted(
+        path for package in ("venus", "kernels") for path in (ROOT / package).rglob("*.py")
+    )
+
+
+FILES = {module_name(path): path for path in source_files()}
+TREES = {name: ast.parse(path.read_text(encoding="utf-8"), str(path)) for name, path in FILES.items()}
+MODULES = {*FILES, *LEVEL}
+SUBMODULES = {"torch.distributed", "urllib.request"}  # of other packages, which `from torch import distributed` reaches
+
+
+def imports(name, tree):
+    """List (full module name, line) of every import in the module, wherever it stands; `from a import b` is a.b when that is a module."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, node.lineno) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            package = name.split(".") if FILES.get(name, Path()).name == "__init__.py" else name.split(".")[:-1]
+            base = ".".join([*package[: len(package) - node.level + 1], *filter(None, [node.module])]) if node.level else node.module
+            for alias in node.names:
+                full = f"{base}.{alias.name}"
+                found.append((full if full in MODULES or full in SUBMODULES else base, node.lineno))
+    return found
+
+
+def dotted(node):
+    """Return 'a.b.c' for an attribute chain on a name, '' for anything else."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def within(name, packages):
+    return any(name == package or name.startswith(package + ".") for package in packages)
+
+
+def has_command_line(tree):
+    return any(isinstance(node, ast.If) and "__name__" in ast.dump(node.test) for node in tree.body)
+
+
+def may_import(importer, target, *, command_line):
+    """Whether the levels let `importer` import `target`, both modules of this repository."""
+    if target in TOP:
+        return False
+    if within(importer, ("kernels",)):
+        return within(target, ("kernels",))
+    if target == "venus.cli" and command_line:
+        return True
+    if importer in WALLS and target not in WALLS[importer]:
+        return False
+    if within(importer, ("venus.tools",)) and within(target, ("venus.tools",)):
+        return True
+    level = 0 if within(target, ("kernels",)) else LEVEL.get(target, 99)
+    return level < LEVEL.get(importer, 0) or (importer, target) in SAME_LEVEL
+
+
+def level_offences(name, tree):
+    """Imports of our own modules that the levels forbid."""
+    ours = [(target, line) for target, line in imports(name, tree) if within(target, ("venus", "kernels", *SCRIPTS))]
+    command_line = has_command_line(tree)
+    return [f"{name}:{line} imports {target}" for target, line in ours if not may_import(name, target, command_line=command_line)]
+
+
+def network_offences(name, tree):
+    used = [(target, line) for target, line in imports(name, tree) if within(target, NETWORK)]
+    return [f"{name}:{line} imports {target}" for target, line in used if name not in MAY_USE_NETWORK]
+
+
+def distributed_offences(name, tree):
+    """Imports of torch.distributed, and its use as an attribute of torch, which needs no import."""
+    lines = [line for target, line in imports(name, tree) if within(target, ("torch.distributed",))]
+    lines += [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Attribute) and dotted(node) == "torch.distributed"]
+    return [f"{name}:{line} uses torch.distributed" for line in sorted(set(lines)) if name not in MAY_USE_DISTRIBUTED]
+
+
+def environment_offences(name, tree):
+    """Environment variables are no interface between modules: scripts read keys once and pass them on."""
+    if name in SCRIPTS:
+        return []
+    lines = []
+    for node in ast.walk(tree):
+        attribute = isinstance(node, ast.Attribute) and node.attr in ENVIRONMENT and dotted(node.value) == "os"
+        imported = isinstance(node, ast.ImportFrom) and node.module == "os" and ENVIRONMENT & {alias.name for alias in node.names}
+        lines += [node.lineno] if attribute or imported else []
+    return [f"{name}:{line} touches the environment" for line in lines]
+
+
+def except_offences(name, tree):
+    """Handlers that catch everything; they hide the error that nobody thought of."""
+    offences = []
+    for node in (node for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler)):
+        caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+        if any(kind is None or dotted(kind) in ("Exception", "BaseException") for kind in caught):
+            offences.append(f"{name}:{node.lineno} catches everything")
+    return offences
+
+
+def length_offences(name, tree):
+    """Functions over 120 lines, kernels (triton.jit) over 80; decorators not counted."""
+    offences = []
+    for node in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
+        limit = 80 if any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list) else 120
+        if node.end_lineno - node.lineno + 1 > limit:
+            offences.append(f"{name}:{node.lineno} {node.name} has {node.end_lineno - node.lineno + 1} lines, the limit is {limit}")
+    return offences
+
+
+def package_offences(name, tree):
+    """Third-party imports that are no dependency, extras imported on top of a module, and anything but torch and triton in a kernel."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    runtime = {re.match(r"[\w-]+", requirement)[0] for requirement in project["dependencies"]}
+    extras = {re.match(r"[\w-]+", requirement)[0] for extra in project["optional-dependencies"].values() for requirement in extra}
+    assert extras & OPTIONAL | {"tensorboard"} == OPTIONAL, "OPTIONAL names a package that no extra installs"
+    on_top = {node.lineno for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)}
+    offences = []
+    for target, line in imports(name, tree):
+        package = target.split(".")[0]
+        if package in sys.stdlib_module_names or package in ("venus", "kernels", *SCRIPTS):
+            continue
+        if within(name, ("kernels",)):
+            allowed = package in KERNEL_PACKAGES or name in KERNEL_MEASUREMENT
+        else:
+            allowed = package in runtime or (package in OPTIONAL and line not in on_top)
+        if not allowed:
+            offences.append(f"{name}:{line} imports {target}")
+    return offences
+
+
+RULES = (level_offences, network_offences, distributed_offences, environment_offences, except_offences, length_offences, package_offences)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_source_keeps_the_rule(rule):
+    assert "\n".join(offence for name, tree in TREES.items() for offence in rule(name, tree)) == ""
+
+
+@pytest.mark.parametrize(
+    ("rule", "name", "source"),
+    [
+        (level_offences, "venus.cache", "import venus.trajectory"),
+        (level_offences, "venus.protocol", "from venus.cli import option"),
+        (level_offences, "venus.cache", "from kernels.cross_entropy import token_stats"),
+        (level_offences, "venus.attention", "from venus import model"),
+        (level_offences, "venus.model", "def load():\n    from venus.weights import load_model"),
+        (level_offences, "venus.weights", "from venus.info_gain import score"),
+        (level_offences, "venus.sampler", "from venus.tools.base import Tool"),
+        (level_offences, "venus.sampler", "from .tools import base"),
+        (level_offences, "venus.igpo", "from venus.protocol import THINK_OPEN"),
+        (level_offences, "venus.collect", "import train_igpo"),
+        (level_offences, "venus.collect", "from venus.demo import main"),
+        (level_offences, "eval", "import rollout"),
+        (level_offences, "kernels.cross_entropy", "from venus.model import Qwen3"),
+        (network_offences, "venus.tools.offline", "import requests"),
+        (network_offences, "venus.judge", "from urllib import request"),
+        (network_offences, "eval", "from http.client import HTTPConnection"),
+        (distributed_offences, "venus.model", "import torch.distributed as dist"),
+        (distributed_offences, "venus.data", "from torch import distributed"),
+        (distributed_offences, "venus.data", "from torch.distributed.fsdp import fully_shard"),
+        (distributed_offences, "venus.metrics", "import torch\nrank = torch.distributed.get_rank()"),
+        (environment_offences, "venus.chat_api", "import os\nkey = os.environ['KEY']"),
+        (environment_offences, "kernels.cross_entropy", "from os import getenv"),
+        (except_offences, "eval", "try:\n    f()\nexcept:\n    pass"),
+        (except_offences, "venus.judge", "try:\n    f()\nexcept (ValueError, Exception):\n    pass"),
+        (length_offences, "eval", "def main():\n" + "    f()\n" * 120),
+        (length_offences, "kernels.cross_entropy", "@triton.jit\ndef kernel():\n" + "    f()\n" * 80),
+        (package_offences, "venus.data", "import pandas"),
+        (package_offences, "venus.bench", "import transformers"),
+        (package_offences, "kernels.cross_entropy", "import numpy"),
+    ],
+)
+def test_a_breach_of_the_rule_is_found(rule, name, source):
+    assert len(rule(name, ast.parse(source))) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("venus.attention", "from kernels import cross_entropy\nfrom venus.cache import KVCache"),
+        ("venus.info_gain", "from venus.weights import load_model"),
+        ("venus.tools.web", "import requests\nfrom venus.tools.base import Tool\nfrom venus import chat_api"),
+        ("venus.plan", "from venus.cli import option\nif __name__ == '__main__':\n    option()"),
+        ("venus.parallel", "import torch.distributed as dist\nfrom urllib.parse import quote"),
+        ("train_igpo", "import os\nkey = os.environ['KEY']\nfrom venus.igpo import advantages"),
+        ("venus.bench", "def generate():\n    import transformers"),
+        ("kernels.bench", "import liger_kernel\nfrom kernels.cross_entropy import token_stats"),
+        ("venus.chat_api", "try:\n    f()\nexcept (ValueError, OSError):\n    raise"),
+    ],
+)
+def test_what_the_rules_allow_is_no_offence(name, source):
+    assert [offence for rule in RULES for offence in rule(name, ast.parse(source))] == []
+
+
+def test_every_module_has_a_level():
+    assert [name for name in FILES if not within(name, ("kernels",)) and name not in LEVEL] == []
+
+
+def test_the_code_can_be_read_in_an_afternoon():
+    """The promise has a number: 6,500 lines, docstrings included, tests and generated results apart."""
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in FILES.values()) <= 6500
+
+
+def test_no_test_imports_a_script():
+    """Tests start the four scripts as a user does; an imported script grows an interface that others come to need."""
+    found = {path.name: imports(path.stem, ast.parse(path.read_text(encoding="utf-8"))) for path in (ROOT / "tests").rglob("*.py")}
+    assert [(test, target) for test, targets in found.items() for target, _ in targets if target in SCRIPTS] == []
+
+
+def test_make_help_lists_every_target():
+    """Each target has a ## comment, which is all that `make` prints."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.search(r"^\.PHONY: (.*?) \$\(SCRIPTS\) FORCE$", makefile, re.M)[1].split()) | set(SCRIPTS)
+    assert targets == set(re.findall(r"^([a-z_]+):.*## ", makefile, re.M))
