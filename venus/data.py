@@ -1,0 +1,161 @@
+"""SFT rows in the released form {question, gt, messages, weight?}: reading, converting, counting.
+
+`python -m venus.data stats PATH --tokenizer PATH` prints, per file, what the rows hold.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from venus import protocol
+from venus.tokenizer import ChatTokenizer
+from venus.trajectory import Outcome, Trajectory, Turn, read_jsonl
+
+COLUMNS = ("rows", "turns", "searches", "visits", "tokens", "loss tokens", "strict-valid")
+
+
+def _files(path: str | os.PathLike) -> list[Path]:
+    root = Path(path)
+    files = sorted(f for f in root.iterdir() if f.suffix in (".json", ".jsonl")) if root.is_dir() else [root]
+    if not files or not files[0].is_file():
+        raise ValueError(f"{root}: no such .json or .jsonl file, nor a directory of them")
+    return files
+
+
+def _rows_of(file: Path) -> Iterator[tuple[str, dict]]:
+    """Yield ("file:line", row) of one file: a .json file holds one row (or a list of them), a .jsonl file one per line."""
+    if file.suffix == ".jsonl":
+        yield from read_jsonl(file)
+        return
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file}:{getattr(error, 'lineno', 1)}: not JSON: {error}") from None
+    yield from ((f"{file}[{k}]", row) for k, row in enumerate(content)) if isinstance(content, list) else [(f"{file}:1", content)]
+
+
+def _checked(where: str, row: object) -> dict:
+    """Return the row with `question` (default: the first user message) and `gt` (None = unlabelled) filled in; ValueError at `where`."""
+    if not isinstance(row, dict) or not isinstance(row.get("messages"), list):
+        raise ValueError(f"{where}: not an SFT row: no list 'messages'")
+    asked = [m.get("content") for m in row["messages"] if isinstance(m, dict) and m.get("role") == "user"]
+    row = {"question": asked[0] if asked else None, "gt": None, **row}
+    weight = row.get("weight", 1.0)
+    if not isinstance(row["question"], str) or not isinstance(row["gt"], str | list | None):
+        raise ValueError(f"{where}: question must be a string and gt a string or a list of strings")
+    if type(weight) not in (int, float) or not 0 <= weight < float("inf"):
+        raise ValueError(f"{where}: weight must be a number >= 0, not {weight!r}")
+    return row
+
+
+def load_rows(path: str | os.PathLike) -> list[dict]:
+    """Read SFT rows from a .json or .jsonl file or a directory of them (in name order); ValueError names file and line."""
+    return [_checked(where, row) for file in _files(path) for where, row in _rows_of(file)]
+
+
+def from_messages(row: dict, tokenizer: ChatTokenizer) -> Trajectory:
+    """Make a Trajectory of a released row, as if an agent had rolled it out; log_probs are absent, the outcome is not graded.
+
+    tool_status is None except for recognisable time-outs; question_id is a hash of the question. ValueError for bad messages.
+    """
+    encoded = tokenizer.encode_messages(row["messages"])
+    texts = [message["content"] for message in row["messages"] if message["role"] == "assistant"]
+    first = len(row["messages"]) - 2 * len(texts) + 2  # the first observation: [system,] question, turn, observation
+    observations = [message["content"] for message in row["messages"][first::2]]
+    turns, seen = [], set()
+    for k, (start, end) in enumerate(encoded.spans):
+        action = protocol.parse_action(texts[k])
+        calls = action.kind in ("search", "visit")
+        body = (protocol.split_observation(observations[k]) or [""])[0] if k < len(observations) else ""
+        status = "timeout" if calls and protocol.is_timeout(body) else None
+        duplicate = calls and protocol.call_signature(action) in seen
+        seen |= {protocol.call_signature(action)} if calls and status is None else set()
+        obs_end = encoded.spans[k + 1][0] if k + 1 < len(encoded.spans) else end  # what follows the last turn was never appended
+        turns.append(Turn(start, end, obs_end, action.kind, status, action.arguments, duplicate=duplicate, format_ok=action.format_ok))
+    prediction = protocol.extract_prediction(texts[-1])
+    gt = row.get("gt") or []
+    question_id = hashlib.sha256(row["question"].encode("utf-8", "surrogatepass")).hexdigest()[:12]
+    return Trajectory(
+        run="released", question_id=question_id, sample=row.get("sample_idx", 0), seed=0,
+        question=row["question"], ground_truth=(gt,) if isinstance(gt, str) else tuple(gt), prompt_len=encoded.prompt_len,
+        token_ids=encoded.ids[: encoded.spans[-1][1]], log_probs=[], turns=turns, prediction=prediction, outcome=Outcome(None, "ok"),
+        stop_reason="answered" if prediction else "no_answer", seconds={"model": 0.0, "tool": 0.0}, manifest={"source": "released"},
+    )  # fmt: skip
+
+
+def to_messages(trajectory: Trajectory, tokenizer: ChatTokenizer) -> dict:
+    """Return the released row {question, gt, messages} of a trajectory: its ids, decoded between the structure tokens."""
+    ids = trajectory.token_ids
+    messages = _read_messages(ids[: trajectory.prompt_len], tokenizer)
+    for turn in trajectory.turns:
+        end = turn.end - (ids[turn.end - 1] == tokenizer.im_end_id)
+        messages.append({"role": "assistant", "content": f"{protocol.THINK_OPEN}\n{tokenizer.decode(ids[turn.start : end])}"})
+        messages += _read_messages(ids[turn.end : turn.obs_end], tokenizer)
+    gt = trajectory.ground_truth[0] if len(trajectory.ground_truth) == 1 else list(trajectory.ground_truth)
+    return {"question": trajectory.question, "gt": gt, "messages": messages}
+
+
+def _read_messages(ids: list[int], tokenizer: ChatTokenizer) -> list[dict]:
+    """Decode the system and user messages in prompt or glue ids; <|im_start|> delimits, since no text of others holds its id."""
+    starts = [k for k, i in enumerate(ids) if i == tokenizer.im_start_id] + [len(ids)]
+    texts = [tokenizer.decode(ids[a + 1 : b]).partition("\n") for a, b in zip(starts, starts[1:], strict=False)]
+    texts = [(role, text.removesuffix("\n").removesuffix(protocol.IM_END)) for role, _, text in texts]
+    return [{"role": role, "content": text} for role, text in texts if role != "assistant"]
+
+
+def count_file(file: Path, tokenizer: ChatTokenizer) -> list[int]:
+    """Return the COLUMNS of one file; ValueError names file and line of a bad row."""
+    totals = [0] * len(COLUMNS)
+    for where, raw in _rows_of(file):
+        row = _checked(where, raw)
+        try:
+            encoded = tokenizer.encode_messages(row["messages"])
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+        kinds = [protocol.parse_action(m["content"]).kind for m in row["messages"] if m["role"] == "assistant"]
+        loss_tokens = sum(end - start for start, end in encoded.spans)
+        valid = len(kinds) - kinds.count("malformed")
+        counts = (1, len(kinds), kinds.count("search"), kinds.count("visit"), len(encoded.ids), loss_tokens, valid)
+        totals = [total + count for total, count in zip(totals, counts, strict=True)]
+    return totals
+
+
+def stats(path: str, tokenizer_path: str) -> None:
+    """Print the COLUMNS of every file under `path` and their sum."""
+    files, tokenizer = _files(path), ChatTokenizer(tokenizer_path)
+    width = max(len(file.name) for file in files) + 2
+    print("file".ljust(width) + "".join(name.rjust(14) for name in COLUMNS))
+    totals = [0] * len(COLUMNS)
+    for file in files:
+        counts = count_file(file, tokenizer)
+        totals = [total + count for total, count in zip(totals, counts, strict=True)]
+        print(file.name.ljust(width) + "".join(f"{count:14,}" for count in counts))
+    print("total".ljust(width) + "".join(f"{count:14,}" for count in totals))
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:
+        self.exit(2, f"error: {message}\n")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command line; bad input ends in one line and exit code 2."""
+    parser = _Parser(prog="python -m venus.data", description="SFT rows and RL questions", allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("stats", help="count turns, tool calls, tokens, loss tokens and strict-valid turns per file")
+    command.add_argument("path", metavar="PATH", help=".json or .jsonl file of SFT rows, or a directory of them")
+    command.add_argument("--tokenizer", required=True, metavar="PATH", help="tokenizer.json or a directory with it")
+    args = parser.parse_args(argv)
+    try:
+        stats(args.path, args.tokenizer)
+    except (ValueError, OSError) as error:
+        print("error:", error, file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
