@@ -1,0 +1,100 @@
+"""Outcome rewards by rule (EM, F1) and the share of well-formed turns. A judge is a callable of its own and lives elsewhere.
+
+Normalisation is SQuAD's: lower case, ASCII punctuation deleted (no space in its place), the articles a, an, the dropped, white space
+squeezed: "the U.S.A." -> "usa", "J.K. Rowling" -> "jk rowling". SQuAD cuts tokens at spaces only, which leaves Chinese and Japanese in one
+piece (a partly right answer would score 0), so for F1 each Han or kana character is a token; Hangul is written with spaces and is not cut.
+Full-width and typographic punctuation is not ASCII and stays, as in SQuAD.
+"""
+
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+from venus.trajectory import Trajectory, Turn
+
+DELETE_PUNCTUATION = str.maketrans("", "", string.punctuation)
+PUNCTUATION_TO_SPACE = str.maketrans(string.punctuation, " " * len(string.punctuation))
+ARTICLES = re.compile(r"\b(a|an|the)\b")
+CJK = "\u3005-\u3007\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff66-\uff9f\U00020000-\U0003ffff"
+TOKEN = re.compile(f"[{CJK}]|[^\\s{CJK}]+")
+
+
+def normalize_answer(text: str) -> str:
+    """Return `text` in SQuAD's normal form: "The  Beatles!" -> "beatles"."""
+    return " ".join(ARTICLES.sub(" ", text.lower().translate(DELETE_PUNCTUATION)).split())
+
+
+def answer_tokens(text: str) -> list[str]:
+    """Split the normal form at spaces and around every Han or kana character: "北京 in 2008" -> ["北", "京", "in", "2008"]."""
+    return TOKEN.findall(normalize_answer(text))
+
+
+def exact_match(prediction: str | None, aliases: Sequence[str]) -> float:
+    """Return 1.0 if the normal forms of the prediction and of any alias are equal, else 0.0 (also for None)."""
+    return _best(_exact, prediction, aliases)
+
+
+def f1_score(prediction: str | None, aliases: Sequence[str]) -> float:
+    """Return the multiset token F1 in [0, 1] with the best alias, 0.0 for None: "paris paris paris paris" against "paris" -> .4."""
+    return _best(_multiset_f1, prediction, aliases)
+
+
+def igpo_f1(prediction: str | None, aliases: Sequence[str]) -> float:
+    """Return IGPO's own F1, a metric for comparison with its paper, not a reward to train on.
+
+    Tokens are a set, so that repetition is free ("paris paris paris paris" -> 1.0); punctuation becomes a space ("U.S.A." -> u, s, a) and
+    articles count. No answer gives 0 here (its training reward: -2).
+    """
+    return _best(_set_f1, prediction, aliases)
+
+
+REWARDS: dict[str, Callable[[str | None, Sequence[str]], float]] = {"em": exact_match, "f1": f1_score}
+
+
+def outcome_of(prediction: str | None, aliases: Sequence[str], kind: str) -> float:
+    """Return the outcome reward of a final answer in [0, 1]; None (no answer) -> 0.0. ValueError for an unknown kind or no alias."""
+    if kind not in REWARDS:
+        raise ValueError(f"outcome reward {kind!r} is none of {', '.join(REWARDS)}")
+    return REWARDS[kind](prediction, aliases)
+
+
+def format_valid(turns: Sequence[Turn]) -> list[bool]:
+    """Return for each turn whether the strict checker accepted it; each False earns -lambda (Eq. 4, applied in `igpo`)."""
+    return [turn.format_ok for turn in turns]
+
+
+def format_valid_share(trajectories: Iterable[Trajectory]) -> float | None:
+    """Return valid turns / turns over all trajectories (every turn counts the same); None when there is no turn."""
+    valid = [ok for trajectory in trajectories for ok in format_valid(trajectory.turns)]
+    return sum(valid) / len(valid) if valid else None
+
+
+def _best(score: Callable[[str, str], float], prediction: str | None, aliases: Sequence[str]) -> float:
+    if isinstance(aliases, str) or not aliases:
+        raise ValueError(f"ground truth {aliases!r} must be a non-empty list of aliases")
+    return 0.0 if prediction is None else max(score(prediction, alias) for alias in aliases)
+
+
+def _exact(prediction: str, alias: str) -> float:
+    pair = normalize_answer(prediction), normalize_answer(alias)
+    if not all(pair):  # "The The", "A", "?" vanish under normalisation: then "the" would match them all. Compare what was written
+        pair = prediction.strip().lower(), alias.strip().lower()
+    return float(pair[0] == pair[1])
+
+
+def _multiset_f1(prediction: str, alias: str) -> float:
+    predicted, gold = answer_tokens(prediction), answer_tokens(alias)
+    if not predicted or not gold:
+        return _exact(prediction, alias)
+    return _f1((Counter(predicted) & Counter(gold)).total(), len(predicted), len(gold))
+
+
+def _set_f1(prediction: str, alias: str) -> float:
+    predicted, gold = (set(text.lower().translate(PUNCTUATION_TO_SPACE).split()) for text in (prediction, alias))
+    return _f1(len(predicted & gold), len(predicted), len(gold))
+
+
+def _f1(common: int, num_predicted: int, num_gold: int) -> float:
+    """Return 2 P R / (P + R), P = common / num_predicted, R = common / num_gold; 0.0 without a common token."""
+    return 2 * common / (num_predicted + num_gold) if common else 0.0
