@@ -1,0 +1,121 @@
+"""Scripted experts of the synthetic world: trajectories of mixed quality, written through the real tools and the real protocol."""
+
+import random
+from dataclasses import dataclass
+
+from venus import protocol
+from venus.protocol import assistant_text, format_answer, format_search, format_tool_call, observation_text
+from venus.tools.base import Tool, ToolResult
+
+SOURCES = ("profile", "archive")  # reliable, stale
+HEIR, NOBODY = "heir", "none"  # the relation of a long web; the last of a line has the heir "none"
+ANSWER_SENTENCE = protocol.ANSWER_PREFIX.split("\n")[0]
+THOUGHTS = ("find § of §", "§. find § of §", "open § profile§", "open § archive§", ANSWER_SENTENCE)  # what an expert thinks; § = a slot
+
+
+@dataclass(frozen=True)
+class Habits:
+    """Probabilities: open the archive, answer after the first of several hops, close with ANSWER_SENTENCE; dirt: expected slips."""
+
+    archive: float
+    early: float
+    closing: float
+    dirt: float
+
+
+class Expert:
+    """One scripted run on one question. It calls the real tools, so its observations are those of a rollout, byte for byte."""
+
+    def __init__(self, habits: Habits, tools: dict[str, Tool], corpus: str, rng: random.Random, *, num_calls: int):
+        self.habits, self.tools, self.corpus, self.rng = habits, tools, corpus, rng
+        self.slip = habits.dirt / num_calls  # probability that a call comes with something that cleaning removes
+        self.turns: list[tuple[str, str | None]] = []  # assistant text, observation body
+
+    def answer(self, entity: str, relations: tuple[str, ...]) -> None:
+        """Hop along the relations: find the entity, open one of its pages, read the value."""
+        think = f"find {relations[0]} of {entity}"
+        for hop, relation in enumerate(relations):
+            source = SOURCES[self.rng.random() < self.habits.archive]
+            value = self._open(entity, self._find(entity, think, source), relation)[0]
+            if hop == len(relations) - 1 or (hop == 0 and self.rng.random() < self.habits.early):
+                self._close(f"{relation} {value}.", value)
+                return
+            entity, think = value, f"{relation} {value}. find {relations[hop + 1]} of {value}"
+
+    def follow(self, entity: str) -> None:
+        """Follow a line of heirs: through the page that the last one names or, as is the expert's habit, by a new search."""
+        url, habit = None, self.rng.choice((0.0, 0.5, 1.0))
+        think = f"find {HEIR} of {entity}"
+        while True:
+            if url is None or self.rng.random() < habit:
+                url = self._find(entity, think, SOURCES[self.rng.random() < self.habits.archive])
+            heir, *links = self._open(entity, url, HEIR)
+            if heir == NOBODY:
+                self._close(f"{HEIR} {NOBODY}.", entity)
+                return
+            entity, url, think = heir, links[0], f"{HEIR} {heir}. find {HEIR} of {heir}"
+
+    def _find(self, entity: str, think: str, source: str) -> str:
+        hits = self._call(think, "search", {"query": [entity]}).items
+        [url] = [hit.url for hit in hits if hit.title == entity and hit.url.startswith(source)]
+        return url
+
+    def _open(self, entity: str, url: str, relation: str) -> list[str]:
+        [page] = self._call(f"open {entity} {url}", "visit", {"url": [url], "goal": relation}).items
+        return page.summary.split()[1:]
+
+    def _call(self, think: str, name: str, arguments: dict) -> ToolResult:
+        content = assistant_text(think, format_tool_call(name, arguments))
+        result = self.tools[name](arguments, corpus=self.corpus, deadline=120.0)
+        slip = self.rng.choice(("malformed", "code", "scholar", "timeout", "repeat")) if self.rng.random() < self.slip else None
+        if slip == "malformed":
+            broken = self.rng.choice((content.replace("}}\n", "}\n"), content + content.split("\n\n")[1], content.split("\n\n")[0]))
+            self.turns.append((broken, protocol.MALFORMED_MESSAGE))
+        elif slip == "code":
+            call = format_tool_call("PythonInterpreter", {}).replace("\n</", "\n<code>\nprint(1)\n</code>\n</")
+            self.turns.append((assistant_text(think, call), "1"))
+        elif slip == "scholar":
+            call = format_tool_call("google_scholar", {"query": [think]})
+            self.turns.append((assistant_text(think, call), format_search([(think, [])])))
+        elif slip == "timeout":  # the failed call comes first, its repetition succeeds: a cleaner must keep the second
+            self.turns.append((content, protocol.TIMEOUT_MESSAGE(120)))
+        self.turns += [(content, result.text)] * (2 if slip == "repeat" else 1)
+        return result
+
+    def _close(self, think: str, value: str) -> None:
+        think = ANSWER_SENTENCE if self.rng.random() < self.habits.closing else think
+        body = format_answer(value)
+        if self.rng.random() < self.habits.dirt / 10:  # a first answer that is never closed, as in two of the ten released files
+            body = f"<answer>\n<summary>\n{think}\n</summary>\n{body}"
+        self.turns.append((assistant_text(think, body), None))
+
+    def messages(self, question: str) -> list[dict]:
+        """Return the conversation from the user's question on (raw rows have no system message)."""
+        rows = [{"role": "user", "content": question}]
+        for content, body in self.turns:
+            rows.append({"role": "assistant", "content": content})
+            if body is not None:
+                wrapped = protocol.RESPONSE_OPEN + observation_text(body) + protocol.RESPONSE_CLOSE
+                rows.append({"role": "user", "content": wrapped})
+        return rows
+
+
+def is_clean(messages: list[dict], answer: str) -> bool:
+    """Whether a trajectory is correct and every turn strictly valid, with no call twice: what may go into the SFT rows as it is."""
+    actions = [protocol.parse_action(message["content"]) for message in messages if message["role"] == "assistant"]
+    if not all(action.format_ok for action in actions) or actions[-1].answer != answer:
+        return False
+    signatures = [protocol.call_signature(action) for action in actions[:-1]]
+    return len(set(signatures)) == len(signatures)
+
+
+def run_expert(
+    question: str, entity: str, relations: tuple[str, ...], habits: Habits, tools: dict[str, Tool], corpus: str, rng: random.Random
+) -> list[dict]:
+    """Let a new expert answer the question whose chain starts at `entity`; return its messages, raw: slips and wrong answers included."""
+    expert = Expert(habits, tools, corpus, rng, num_calls=2 * len(relations))
+    if relations[0] == HEIR:
+        expert.follow(entity)
+    else:
+        expert.answer(entity, relations)
+    return expert.messages(question)
