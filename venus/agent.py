@@ -1,0 +1,262 @@
+"""The multi-turn loop: sampler + protocol + tools -> Trajectory. Token in, token out: what was sampled is what is recorded.
+
+Many rollouts run at once over the sampler's slots. Each is a small state machine: generate a turn -> read its action -> wait for the tool, or answer
+at once (malformed turn, duplicate call) -> append the observation -> generate. No rollout waits for another; a hung tool costs its own row only.
+"""
+
+import collections
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from venus import protocol
+from venus.protocol import Action, parse_action
+from venus.sampler import Generation, Sampler, noise_key
+from venus.tokenizer import ChatTokenizer
+from venus.tools.base import Tool, ToolResult, ToolServiceError
+from venus.trajectory import Outcome, Question, Trajectory, Turn
+
+CUT_NOTICE = "\n[cut]"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What ends a rollout. Tokens and seconds; `max_seconds` 0 is no limit.
+
+    Before every turn the context must hold that turn, its observation, the message that asks for the answer and the answering turn;
+    where it cannot, the turn is the answering one (context_limit). An observation longer than its share is cut, visibly.
+    """
+
+    max_turns: int = 200
+    max_turn_tokens: int = 8192
+    max_observation_tokens: int = 16384
+    max_context: int = 262144
+    max_seconds: float = 0.0
+    tool_seconds: float = 150.0
+
+    def __post_init__(self):
+        if min(self.max_turns, self.max_turn_tokens, self.max_context, self.tool_seconds) < 1 or self.max_observation_tokens < 32:
+            raise ValueError(f"limits must be at least 1, max_observation_tokens 32: {self}")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One rollout to make: sample number `sample` of a question."""
+
+    question: Question
+    sample: int
+
+
+@dataclass
+class _Rollout:
+    job: Job
+    slot: int
+    ids: list[int]
+    prompt_len: int
+    started: float
+    log_probs: list[float] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    results: dict[tuple, ToolResult] = field(default_factory=dict)  # successful calls of this rollout, by signature
+    seconds: dict[str, float] = field(default_factory=lambda: {"model": 0.0, "tool": 0.0})
+    since: float = 0.0
+    limit: str | None = None  # the limit that made the coming turn the last one
+
+
+class Agent:
+    """Runs jobs over one sampler. `tools` maps search and visit to callables; `manifest` is copied into every trajectory."""
+
+    def __init__(
+        self, sampler: Sampler, tokenizer: ChatTokenizer, tools: dict[str, Tool], limits: Limits, *,
+        system: str, run: str, seed: int, manifest: dict,
+    ):  # fmt: skip
+        self.sampler, self.tokenizer, self.tools, self.limits = sampler, tokenizer, tools, limits
+        self.system, self.run_name, self.seed, self.manifest = system, run, seed, manifest
+        longest = max(len(tokenizer.observation_ids(["", message], closed=False)) for message in protocol.LIMIT_MESSAGES.values())
+        self.reserve = longest + limits.max_observation_tokens + 2 * limits.max_turn_tokens  # a turn, its observation, the answering turn
+
+    def run(self, jobs: Iterable[Job]) -> Iterator[Trajectory]:
+        """Yield the trajectory of every job as it finishes. ValueError for a prompt longer than the context."""
+        waiting, active, pool = collections.deque(jobs), {}, ToolPool()
+        while waiting or active:
+            self._admit(waiting, active)
+            for generation in self.sampler.step():
+                rollout = active[generation.slot]
+                trajectory = self._end_turn(rollout, generation, pool)
+                if trajectory is not None:
+                    yield self._close(active, rollout, trajectory)
+            for slot, result in pool.poll(block=not self.sampler.rows):
+                rollout = active[slot]
+                if isinstance(result, ToolServiceError):
+                    yield self._close(active, rollout, self._trajectory(rollout, None, "tool_error", "tool_error"))
+                else:
+                    self._observe(rollout, result)
+
+    def _admit(self, waiting: collections.deque[Job], active: dict[int, _Rollout]) -> None:
+        while waiting and self.sampler.free:
+            job = waiting.popleft()
+            prompt_ids = self.tokenizer.prompt_ids(self.system, job.question.question)
+            if len(prompt_ids) + self.reserve > self.limits.max_context:
+                raise ValueError(
+                    f"question {job.question.id}: a prompt of {len(prompt_ids)} tokens and {self.reserve} for a turn, its observation and the answer "
+                    f"exceed the context of {self.limits.max_context}: raise --max-context or lower the token limits"
+                )
+            sibling = next((r for r in active.values() if r.job.question.id == job.question.id), None)
+            if sibling is not None:
+                slot = self.sampler.fork(sibling.slot, len(prompt_ids) - 1)
+            else:
+                slot = self.sampler.open()
+                self.sampler.prefill(slot, prompt_ids[:-1])
+            rollout = _Rollout(job, slot, list(prompt_ids), len(prompt_ids), time.monotonic())
+            active[slot] = rollout
+            self._generate(rollout, prompt_ids[-1:])
+
+    def _generate(self, rollout: _Rollout, ids: list[int]) -> None:
+        rollout.since = time.monotonic()
+        key = noise_key(self.seed, rollout.job.question.id, rollout.job.sample, len(rollout.turns))
+        self.sampler.feed(rollout.slot, ids, budget=self.limits.max_turn_tokens, key=key)
+
+    def _end_turn(self, rollout: _Rollout, generation: Generation, pool: "ToolPool") -> Trajectory | None:
+        rollout.seconds["model"] += time.monotonic() - rollout.since
+        start = len(rollout.ids)
+        rollout.ids += generation.ids
+        rollout.log_probs += generation.log_probs
+        text = self.tokenizer.decode(generation.ids[:-1] if generation.stopped else generation.ids)
+        content = f"{protocol.THINK_OPEN}\n{text}"  # the generation prompt opened the thoughts
+        action = parse_action(content)
+        turn = Turn(start, len(rollout.ids), len(rollout.ids), action.kind, None, action.arguments, format_ok=action.format_ok)
+        rollout.turns.append(turn)
+        if action.kind == "answer" or rollout.limit or len(rollout.turns) == self.limits.max_turns:
+            return self._last_turn(rollout, generation, action, content)
+        if action.kind == "malformed":
+            self._observe(rollout, ToolResult(protocol.MALFORMED_MESSAGE, "ok"))
+            return None
+        signature = protocol.call_signature(action)
+        if signature in rollout.results:  # answered from the record: the service is not asked twice
+            turn.duplicate = True
+            self._observe(rollout, rollout.results[signature])
+            return None
+        rollout.since = time.monotonic()
+        tool, corpus, deadline = self.tools[action.kind], rollout.job.question.corpus, self.limits.tool_seconds
+        pool.submit(rollout.slot, lambda: tool(action.arguments, corpus=corpus, deadline=deadline), deadline)
+        return None
+
+    def _last_turn(self, rollout: _Rollout, generation: Generation, action: Action, content: str) -> Trajectory:
+        prediction = action.answer or protocol.extract_prediction(content)
+        if rollout.limit == "time_limit":
+            return self._trajectory(rollout, prediction, "time_limit", "cut_off")
+        if prediction is not None:
+            return self._trajectory(rollout, prediction, rollout.limit or ("answered" if action.kind == "answer" else "turn_limit"), "ok")
+        return self._trajectory(rollout, None, "no_answer" if generation.stopped else "token_limit", "ok")
+
+    def _observe(self, rollout: _Rollout, result: ToolResult) -> None:
+        """Append an observation to the row, decide whether the coming turn is the last, and start it."""
+        turn = rollout.turns[-1]
+        if turn.action != "malformed":
+            turn.tool_status = result.status
+            if not turn.duplicate:
+                rollout.seconds["tool"] += time.monotonic() - rollout.since
+            if result.status == "ok":  # a failed call registers nothing: its retry is no duplicate
+                rollout.results[protocol.call_signature(Action(turn.action, turn.arguments))] = result
+        last_id = rollout.ids[-1]
+        closed = last_id == self.tokenizer.im_end_id
+        bodies = [self._cut(result.text)]
+        glue = self.tokenizer.observation_ids(bodies, closed=closed)
+        rollout.limit = self._limit(rollout, len(rollout.ids) + len(glue))
+        if rollout.limit:
+            glue = self.tokenizer.observation_ids([*bodies, protocol.LIMIT_MESSAGES[rollout.limit]], closed=closed)
+        rollout.ids += glue
+        turn.obs_end = len(rollout.ids)
+        self._generate(rollout, [last_id, *glue])
+
+    def _limit(self, rollout: _Rollout, num_tokens: int) -> str | None:
+        if len(rollout.turns) + 1 == self.limits.max_turns:
+            return "turn_limit"
+        if num_tokens + self.reserve > self.limits.max_context:
+            return "context_limit"
+        if self.limits.max_seconds and time.monotonic() - rollout.started > self.limits.max_seconds:
+            return "time_limit"
+        return None
+
+    def _cut(self, body: str) -> str:
+        """Shorten an observation to its share of tokens, saying so at its end."""
+        limit = self.limits.max_observation_tokens
+        all_ids = ids = self.tokenizer.encode_untrusted(body)
+        keep = limit
+        while len(ids) > limit:  # text cut at a token encodes to about as many tokens again, seldom to a few more
+            keep = max(keep - 8, 0)
+            body = self.tokenizer.decode(all_ids[:keep]).rstrip("\ufffd") + CUT_NOTICE
+            ids = self.tokenizer.encode_untrusted(body)
+            assert keep or len(ids) <= limit, f"max_observation_tokens {limit} cannot hold the notice {CUT_NOTICE!r}"
+        return body
+
+    def _trajectory(self, rollout: _Rollout, prediction: str | None, stop_reason: str, status: str) -> Trajectory:
+        question = rollout.job.question
+        return Trajectory(
+            run=self.run_name, question_id=question.id, sample=rollout.job.sample, seed=self.seed, question=question.question,
+            ground_truth=question.ground_truth, prompt_len=rollout.prompt_len, token_ids=rollout.ids, log_probs=rollout.log_probs,
+            turns=rollout.turns, prediction=prediction, outcome=Outcome(None, status), stop_reason=stop_reason,
+            seconds={name: round(value, 3) for name, value in rollout.seconds.items()}, manifest=self.manifest,
+        )  # fmt: skip
+
+    def _close(self, active: dict[int, _Rollout], rollout: _Rollout, trajectory: Trajectory) -> Trajectory:
+        del active[rollout.slot]
+        self.sampler.close(rollout.slot)
+        return trajectory
+
+
+class ToolPool:
+    """Runs tool calls in daemon threads, each with a total deadline. A call past it is answered as a time-out and its thread is given up:
+    a new one takes its place, so that hung calls neither hold up the others nor keep the process from exiting."""
+
+    def __init__(self):
+        self.tasks: queue.SimpleQueue = queue.SimpleQueue()
+        self.done: queue.SimpleQueue = queue.SimpleQueue()
+        self.pending: dict[int, tuple[int, float, float]] = {}  # call number -> (slot, due, seconds allowed)
+        self.idle = 0
+        self.count = 0
+
+    def submit(self, slot: int, call: Callable[[], ToolResult], seconds: float) -> None:
+        """Start `call` for a slot; its result, or a time-out after `seconds`, comes out of `poll`."""
+        self.count += 1
+        self.pending[self.count] = (slot, time.monotonic() + seconds, seconds)
+        if self.idle == 0:
+            threading.Thread(target=self._work, daemon=True).start()
+        else:
+            self.idle -= 1
+        self.tasks.put((self.count, call))
+
+    def poll(self, *, block: bool) -> list[tuple[int, ToolResult | ToolServiceError]]:
+        """Results that have come, as (slot, result); with `block` wait for the first one or the next deadline. What else a call raised is raised here."""
+        results = []
+        while self.pending:
+            due = min(due for _, due, _ in self.pending.values())
+            try:
+                number, outcome = self.done.get(block=block and not results, timeout=max(due - time.monotonic(), 0.0))
+            except queue.Empty:
+                break
+            if number not in self.pending:
+                self.idle += 1  # a call given up earlier came back after all; its thread is free again
+                continue
+            slot = self.pending.pop(number)[0]
+            self.idle += 1
+            if isinstance(outcome, Exception) and not isinstance(outcome, ToolServiceError):
+                raise outcome
+            results.append((slot, outcome))
+        now = time.monotonic()
+        for number in [number for number, (_, due, _) in self.pending.items() if due <= now]:
+            slot, _, seconds = self.pending.pop(number)
+            results.append((slot, ToolResult(protocol.TIMEOUT_MESSAGE(seconds), "timeout")))
+        return results
+
+    def _work(self) -> None:
+        while True:
+            number, call = self.tasks.get()
+            outcome = RuntimeError("a tool call died; its traceback stands above")
+            try:
+                outcome = call()
+            except (ToolServiceError, ValueError, OSError) as error:
+                outcome = error
+            finally:  # anything else ends this thread with its traceback, and the run
+                self.done.put((number, outcome))

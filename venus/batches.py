@@ -1,0 +1,102 @@
+"""From documents to packed micro-batches: seeded order, balanced over ranks, and the same gradient however they are cut.
+
+Shapes: N tokens of a packed sequence (batch dimension 1).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from venus.attention import Layout
+
+
+@dataclass(frozen=True)
+class Document:
+    """One sequence to train on: ids, and per-token numbers for the tokens AS TARGETS (index k belongs to ids[k], whatever predicts it)."""
+
+    ids: Sequence[int]
+    per_token: Mapping[str, Sequence[float] | Tensor]
+
+    def __post_init__(self):
+        for name, values in self.per_token.items():
+            if len(values) != len(self.ids):
+                raise ValueError(f"{len(values)} {name} for {len(self.ids)} ids")
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Documents side by side, shifted: ids_1N[0, n] predicts targets_1N[0, n]; `fields` hold the per-token numbers of the targets, fp32 [1, N]."""
+
+    ids_1N: Tensor
+    targets_1N: Tensor
+    positions_1N: Tensor
+    layout: Layout
+    fields: dict[str, Tensor]
+
+
+def pack(documents: Sequence[Document], device: torch.device | str = "cpu") -> Packed:
+    """Concatenate the documents, each shifted by one inside itself, so that no document predicts the first token of the next."""
+    lengths = [len(document.ids) - 1 for document in documents]
+    names = documents[0].per_token.keys()
+
+    def joined(parts) -> Tensor:
+        return torch.cat([torch.as_tensor(part) for part in parts])[None].to(device)
+
+    return Packed(
+        joined(torch.tensor(document.ids[:-1]) for document in documents), joined(torch.tensor(document.ids[1:]) for document in documents),
+        joined(torch.arange(length) for length in lengths), Layout.documents(lengths),
+        {name: joined(torch.as_tensor(document.per_token[name], dtype=torch.float32)[1:] for document in documents) for name in names},
+    )  # fmt: skip
+
+
+def micro_batches(lengths: Sequence[int], max_tokens: int, num_ranks: int) -> list[list[list[int]]]:
+    """Deal documents (by index) into micro-batches of at most `max_tokens` each (a longer document stands alone): [rank][micro-batch][index].
+
+    Longest first, each into the micro-batch with the fewest tokens, over as few rounds as fit. All ranks get the same number of micro-batches,
+    some possibly empty: the caller pads those with a zero-weight dummy, since every rank must take part in every collective.
+    """
+    assert lengths and num_ranks >= 1
+    num_rounds = max(1, -(-sum(lengths) // (max_tokens * num_ranks)))
+    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    while True:
+        bins: list[list[int]] = [[] for _ in range(num_rounds * num_ranks)]
+        sizes = [0] * len(bins)
+        for index in order:
+            smallest = min(range(len(bins)), key=lambda number: (sizes[number], number))
+            bins[smallest].append(index)
+            sizes[smallest] += lengths[index]
+        if all(size <= max_tokens or len(members) == 1 for size, members in zip(sizes, bins, strict=True)):
+            return [bins[rank::num_ranks] for rank in range(num_ranks)]
+        num_rounds += 1
+
+
+def dummy_document(names: Iterable[str]) -> Document:
+    """Two tokens without weight: the forward and backward of a rank that has nothing to do."""
+    return Document([0, 0], {name: [0.0, 0.0] for name in names})
+
+
+def epoch_plan(weights: Sequence[int], *, seed: int, epoch: int) -> list[int]:
+    """The order of one epoch, which holds item i weights[i] times; it depends on (seed, epoch) only.
+
+    The w copies of an item stand 1/w of the epoch apart, so they do not meet in a batch unless it holds that much of the epoch.
+    """
+    offsets = np.random.default_rng((seed, epoch)).random(len(weights))
+    places = [((copy + offset) / weight, item) for item, (weight, offset) in enumerate(zip(weights, offsets, strict=True)) for copy in range(weight)]
+    return [item for _, item in sorted(places)]
+
+
+def batch_items(weights: Sequence[int], batch_size: int, *, seed: int, step: int) -> list[int]:
+    """The items of optimizer step `step` (0, 1, ..). Epochs follow one another and no batch crosses from one into the next.
+
+    The last, incomplete batch of an epoch is left out; with fewer items than `batch_size` an epoch is one batch of them all.
+    """
+    epoch, number = divmod(step, steps_per_epoch(weights, batch_size))
+    return epoch_plan(weights, seed=seed, epoch=epoch)[number * batch_size : (number + 1) * batch_size]
+
+
+def steps_per_epoch(weights: Sequence[int], batch_size: int) -> int:
+    """Optimizer steps of one epoch, at least 1."""
+    return max(1, sum(weights) // batch_size)

@@ -1,0 +1,194 @@
+"""How much each turn raised the log-probability of the ground truth: all turns of a trajectory in one forward pass.
+
+v_t is the mean log-probability (nats, fp32, temperature 1) of the ground-truth tokens g after the history up to turn t, written as the protocol itself
+would answer: after the generation prompt that ends the observation comes ANSWER_PREFIX, then g. Only g is averaged; ANSWER_SUFFIX follows it and so
+cannot change it. v_-1 is the value at the question alone. The gain of a turn is a difference of two such values (Eq. 2, 3): `igpo.info_gains`.
+
+One pass: the trajectory is the trunk; behind it stands one branch per cut, which sees trunk[:cut] and itself, at positions that go on from the cut.
+Row i predicts row i+1, so the branch holds prefix + g without its last token, and with an empty prefix g_0 is predicted by the trunk row cut-1.
+
+Shapes: N packed tokens  T turns  L answer tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from tqdm import tqdm
+
+from venus import cli
+from venus.attention import CachedLayout, Layout, Span
+from venus.cache import KVCache
+from venus.igpo import info_gains, scored_turns
+from venus.model import Qwen3
+from venus.tokenizer import ChatTokenizer
+from venus.trajectory import Trajectory, read_trajectories
+from venus.weights import load_model
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """One trajectory to score: its ids, the cuts (a cut c scores after trunk[:c]; 1 <= c <= len(ids)), the answer prefix and the answer tokens."""
+
+    ids: Sequence[int]
+    cuts: Sequence[int]
+    prefix: Sequence[int]
+    answer: Sequence[int]
+
+    def __post_init__(self):
+        if not self.answer:
+            raise ValueError("the ground truth has no tokens")
+        if any(not 1 <= cut <= len(self.ids) for cut in self.cuts):
+            raise ValueError(f"cuts {list(self.cuts)} outside 1..{len(self.ids)}")
+
+    @property
+    def num_tokens(self) -> int:
+        return max(self.cuts, default=0) + len(self.cuts) * (len(self.prefix) + len(self.answer) - 1)
+
+
+def cuts_of(trajectory: Trajectory, scored: Sequence[bool], tokenizer: ChatTokenizer, answer: str | None = None) -> Cuts:
+    """The question alone (v_-1), then the end of the observation of every turn t with scored[t]; `answer` defaults to the first alias."""
+    ends = [turn.obs_end for turn, is_scored in zip(trajectory.turns, scored, strict=True) if is_scored]
+    answer_ids = tokenizer.ground_truth_ids(answer if answer is not None else trajectory.ground_truth[0])
+    return Cuts(trajectory.token_ids, [trajectory.prompt_len, *ends], tokenizer.answer_prefix_ids, answer_ids)
+
+
+@torch.no_grad()
+def score_ground_truth(model: Qwen3, items: Sequence[Cuts], *, max_tokens: int = 65536) -> list[list[float]]:
+    """v at every cut of every item (nats), packed into forwards of about `max_tokens` tokens (a longer item runs alone)."""
+    values: list[list[float]] = []
+    for pack in _packs(items, max_tokens):
+        values += _score_pack(model, pack)
+    return values
+
+
+def _packs(items: Sequence[Cuts], max_tokens: int):
+    pack, size = [], 0
+    for item in items:
+        if pack and size + item.num_tokens > max_tokens:
+            yield pack
+            pack, size = [], 0
+        pack.append(item)
+        size += item.num_tokens
+    if pack:
+        yield pack
+
+
+def _score_pack(model: Qwen3, items: Sequence[Cuts]) -> list[list[float]]:
+    ids, positions, targets, spans, answer_rows = [], [], {}, [], []
+    for item in items:
+        doc, trunk = len(ids), max(item.cuts, default=0)
+        ids += item.ids[:trunk]
+        positions += range(trunk)
+        if trunk:
+            spans.append(Span(doc, len(ids), doc, doc))
+        branch = [*item.prefix, *item.answer[:-1]]
+        for cut in item.cuts:
+            start = len(ids)
+            rows = [doc + cut - 1, *range(start, start + len(branch))][-len(item.answer) :]  # row r predicts what follows it
+            targets.update(zip(rows, item.answer, strict=True))
+            answer_rows.append(rows)
+            ids += branch
+            positions += range(cut, cut + len(branch))
+            if branch:
+                spans.append(Span(start, len(ids), doc, doc + cut))
+    if not answer_rows:
+        return [[] for _ in items]
+    device = model.lm_head.weight.device
+    targets_1N = torch.tensor([[targets.get(row, -1) for row in range(len(ids))]], device=device)
+    log_probs_N = model.token_log_probs(
+        torch.tensor([ids], device=device), targets_1N, targets_1N >= 0, positions_BS=torch.tensor([positions], device=device), layout=Layout(tuple(spans))
+    )[0].double().cpu()  # fmt: skip
+    means = iter([log_probs_N[rows].mean().item() for rows in answer_rows])
+    return [[next(means) for _ in item.cuts] for item in items]
+
+
+def score_turns(
+    model: Qwen3, tokenizer: ChatTokenizer, trajectories: Sequence[Trajectory], *, ig_turns: str, ig_value: str = "log_prob", ig_alias: str = "first",
+    max_tokens: int = 65536,
+) -> None:  # fmt: skip
+    """Write the information gain of every turn that `igpo.scored_turns` chooses into the trajectories, in place; the other turns keep None.
+
+    ig_alias "first": v of the first alias of the ground truth. "max": at every cut the largest v over all aliases.
+    """
+    chosen = [scored_turns([turn.action for turn in t.turns], [turn.tool_status for turn in t.turns], ig_turns) for t in trajectories]
+    todo = [(t, mask) for t, mask in zip(trajectories, chosen, strict=True) if any(mask)]
+    aliases = [t.ground_truth if ig_alias == "max" else t.ground_truth[:1] for t, _ in todo]
+    items = [cuts_of(t, mask, tokenizer, alias) for (t, mask), names in zip(todo, aliases, strict=True) for alias in names]
+    values = iter(score_ground_truth(model, items, max_tokens=max_tokens))
+    for (trajectory, mask), names in zip(todo, aliases, strict=True):
+        baseline, *after = (max(column) for column in zip(*(next(values) for _ in names), strict=True))
+        scores = iter(after)
+        gains = info_gains([next(scores) if is_scored else None for is_scored in mask], baseline, ig_value)
+        for turn, gain in zip(trajectory.turns, gains, strict=True):
+            turn.info_gain = gain
+
+
+@torch.no_grad()
+def score_uncached(model: Qwen3, item: Cuts) -> list[float]:
+    """The reference: every cut is a forward pass of its own over the whole prefix."""
+    values = []
+    for cut in item.cuts:
+        ids = [*item.ids[:cut], *item.prefix, *item.answer]
+        ids_1S = torch.tensor([ids], device=model.lm_head.weight.device)
+        mask_1S = torch.arange(len(ids) - 1, device=ids_1S.device)[None] >= len(ids) - 1 - len(item.answer)
+        values.append(model.token_log_probs(ids_1S[:, :-1], ids_1S[:, 1:], mask_1S)[mask_1S].double().mean().item())
+    return values
+
+
+@torch.no_grad()
+def score_cached(model: Qwen3, item: Cuts) -> list[float]:
+    """The loop of the released trainer: one cache for the trunk; at every cut its last token is run again together with the branch, and forgotten.
+
+    Cuts must not decrease.
+    """
+    config, weight = model.config, model.lm_head.weight
+    branch, num_answer = [*item.prefix, *item.answer[:-1]], len(item.answer)
+    cache = KVCache(
+        num_layers=config.num_hidden_layers, num_rows=1, capacity=max(item.cuts, default=0) + len(branch), num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim, dtype=weight.dtype, device=weight.device,
+    )  # fmt: skip
+    values = []
+    for cut in item.cuts:
+        if cut - 1 > cache.lengths[0]:
+            _extend(model, cache, item.ids[cache.lengths[0] : cut - 1])
+            cache.advance(0, cut - 1 - cache.lengths[0])
+        hidden_SD = _extend(model, cache, [item.ids[cut - 1], *branch])  # not advanced: the branch never becomes visible
+        log_softmax_LV = torch.log_softmax(model.logits(hidden_SD[-num_answer:]), dim=-1)
+        answer_L1 = torch.tensor(list(item.answer), device=weight.device)[:, None]
+        values.append(log_softmax_LV.gather(-1, answer_L1).double().mean().item())
+    return values
+
+
+def _extend(model: Qwen3, cache: KVCache, ids: Sequence[int]) -> torch.Tensor:
+    layout = CachedLayout.of(cache, [0], [len(ids)], model.lm_head.weight.device)
+    return model(torch.tensor([list(ids)], device=model.lm_head.weight.device), layout.positions_N[None], layout, cache)[0]
+
+
+@dataclass(frozen=True)
+class ScoreConfig:
+    """Print the value of the ground truth before and after every turn."""
+
+    trajectories: str = cli.option(help="trajectories.jsonl with ground truth")
+    model: str = cli.option(help="Hugging Face directory: config.json, safetensors, tokenizer.json")
+    max_tokens: int = cli.option(65536, help="tokens of one packed forward pass", unit="tokens")
+
+
+def score_command(cfg: ScoreConfig) -> None:
+    """v_-1, then a line a turn: action, tool status, v_t and v_t - v_(t-1). Every turn but the last is scored."""
+    model, tokenizer = load_model(cfg.model), ChatTokenizer(cfg.model)
+    for trajectory in tqdm(read_trajectories(cfg.trajectories), desc="score", unit="trajectory", disable=None):
+        scored = [k + 1 < len(trajectory.turns) for k in range(len(trajectory.turns))]
+        values = score_ground_truth(model, [cuts_of(trajectory, scored, tokenizer)], max_tokens=cfg.max_tokens)[0]
+        print(f"{trajectory.id}  {trajectory.question[:100]!r}  ground truth {trajectory.ground_truth[0]!r}")
+        print(f"  {'question':<10} {'':<8} v {values[0]:9.4f}")
+        for k, turn in enumerate(trajectory.turns[:-1]):
+            print(f"  turn {k:<5} {turn.action:<8} v {values[k + 1]:9.4f}  gain {values[k + 1] - values[k]:+9.4f}  {turn.tool_status or ''}")
+
+
+if __name__ == "__main__":
+    import sys
+
+    if sys.argv[1:2] != ["score"]:
+        sys.exit("error: usage: python -m venus.info_gain score --trajectories FILE --model DIR")
+    cli.run(score_command, ScoreConfig, "Print v_t and the gain of every turn.", sys.argv[2:])
