@@ -103,7 +103,7 @@ def main(cfg: IgpoConfig) -> None:
     if world.is_main:
         save_run(cfg, output, world_size=world.size, device=str(world.device))
     console = ("success", "info_gain_mean", "format_valid_share", "turns", "browse_ratio", "kl", "grad_norm", "seconds_step")
-    metrics = MetricsLogger(output, enabled=world.is_main, start_step=first_step, console=console, tensorboard=cfg.tensorboard)
+    metrics = MetricsLogger(output, enabled=world.is_main, start_step=first_step, console=console, tensorboard=cfg.tensorboard, write=tqdm.write)
 
     for step in tqdm(range(first_step, num_steps), initial=first_step, total=num_steps, desc="igpo", unit="step", disable=not world.is_main or None):
         seconds = {}

@@ -50,12 +50,13 @@ class SftConfig:
     # run
     seed: int = option(0, help="seed of the random start and of the order of rows")
     save_every: int = option(100, help="steps between checkpoints; a run resumes from the latest", unit="steps")
+    log_every: int = option(1, help="steps between console lines; metrics.jsonl has every step", unit="steps")
     tensorboard: bool = option(False, help="also write TensorBoard events (needs tensorboard installed)")
     dry_run: bool = option(False, help="print the resolved config and the plan, and exit")
 
     def validate(self):
-        if min(self.batch_size, self.save_every, self.max_tokens_per_micro_batch) < 1 or self.epochs <= 0 or self.lr <= 0:
-            raise ValueError("batch_size, save_every, max_tokens_per_micro_batch, epochs and lr must be positive")
+        if min(self.batch_size, self.save_every, self.log_every, self.max_tokens_per_micro_batch) < 1 or self.epochs <= 0 or self.lr <= 0:
+            raise ValueError("batch_size, save_every, log_every, max_tokens_per_micro_batch, epochs and lr must be positive")
 
 
 @record
@@ -75,7 +76,7 @@ def main(cfg: SftConfig) -> None:
     if world.is_main:
         save_run(cfg, output, world_size=world.size, device=str(world.device))
     console = ("loss", "lr", "grad_norm", "loss_tokens_per_second")
-    metrics = MetricsLogger(output, enabled=world.is_main, start_step=first_step, console=console, tensorboard=cfg.tensorboard)
+    metrics = MetricsLogger(output, enabled=world.is_main, start_step=first_step, console=console, tensorboard=cfg.tensorboard, write=tqdm.write)
 
     for step in tqdm(range(first_step, num_steps), initial=first_step, total=num_steps, desc="sft", unit="step", disable=not world.is_main or None):
         started = time.monotonic()
@@ -95,7 +96,7 @@ def main(cfg: SftConfig) -> None:
         metrics.log(step, {
             "loss": world.sum(sum(result.loss.item() for result, _ in results)), "lr": group["lr"], "grad_norm": grad_norm, "loss_tokens": loss_tokens,
             "tokens": sum(len(document.ids) for document in batch), "loss_tokens_per_second": loss_tokens / (time.monotonic() - started),
-        })  # fmt: skip
+        }, show=(step + 1) % cfg.log_every == 0 or step + 1 == num_steps)  # fmt: skip
         if (step + 1) % cfg.save_every == 0 or step + 1 == num_steps:
             save_checkpoint(output / "checkpoints", step + 1, model, optimizer, world)
     export_model(model, cfg.model, output / "model", dtype=torch.bfloat16 if bf16 else torch.float32, world=world)

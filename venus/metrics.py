@@ -39,11 +39,11 @@ class MetricsLogger:
     """Append one row per step to directory/name; enabled=False (every rank but 0) writes and prints nothing.
 
     start_step: the first step this process runs; rows of it and later ones, left by an interrupted run, are dropped (0: all).
-    console: the keys printed. tensorboard: also write event files; ValueError when the package is missing.
+    console: the keys printed, by `write` (tqdm.write keeps a progress bar whole). tensorboard: also write event files; ValueError when the package is missing.
     """
 
-    def __init__(self, directory, name="metrics.jsonl", *, enabled=True, start_step=0, console=(), tensorboard=False):
-        self.console, self.file, self.tensorboard = tuple(console), None, None
+    def __init__(self, directory, name="metrics.jsonl", *, enabled=True, start_step=0, console=(), tensorboard=False, write=print):
+        self.console, self.write, self.file, self.tensorboard = tuple(console), write, None, None
         if tensorboard and importlib.util.find_spec("tensorboard") is None:
             raise ValueError("tensorboard is asked for and not installed: pip install tensorboard")
         if not enabled:
@@ -57,8 +57,8 @@ class MetricsLogger:
 
             self.tensorboard = SummaryWriter(str(directory), purge_step=start_step)
 
-    def log(self, step, values):
-        """Write {step, **values} and print the console's keys. A NaN or infinity is null, its key listed under non_finite."""
+    def log(self, step, values, *, show=True):
+        """Write {step, **values} and, with `show`, print the console's keys. A NaN or infinity is null, its key listed under non_finite."""
         assert not values.keys() & {"step", "non_finite"}, "step and non_finite are the logger's own keys"
         if self.file is None:
             return
@@ -68,7 +68,8 @@ class MetricsLogger:
         self.file.flush()
         shown = {key: values[key] for key in self.console if key in values}
         cells = [f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in shown.items()]
-        print("  ".join([f"step {step}", *cells]), flush=True)
+        if show:
+            self.write("  ".join([f"step {step}", *cells]))
         if self.tensorboard is not None:
             for key, value in values.items():
                 if isinstance(value, int | float):
