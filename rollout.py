@@ -6,15 +6,13 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from venus.cli import option, run
-from venus.collect import RolloutOptions, collect, jobs_of
-from venus.plan import kv_bytes, readable_bytes
+from venus.collect import RolloutOptions, check_corpora, collect, jobs_of
+from venus.model import Qwen3Config
 from venus.record import print_plan, save_run
 from venus.tokenizer import ChatTokenizer
 from venus.trajectory import read_questions
-from venus.weights import fingerprint, load_model
+from venus.weights import fingerprint, load_for_inference
 
 
 @dataclass(frozen=True)
@@ -28,29 +26,23 @@ class RolloutConfig(RolloutOptions):
     dry_run: bool = option(False, help="print the resolved config and the plan, and exit")
 
     def validate(self):
-        self.limits()
-        if self.samples < 1 or self.slots < 1:
-            raise ValueError("samples and slots must be positive")
+        super().validate()
+        if self.samples < 1 or (self.num_questions is not None and self.num_questions < 1):
+            raise ValueError("samples and num_questions must be positive")
 
 
 def main(cfg: RolloutConfig) -> None:
     """Read the questions, make what is missing, say what there is."""
     questions = read_questions(cfg.questions)[: cfg.num_questions]
-    model, tokenizer = load_model(cfg.model), ChatTokenizer(cfg.model)
     jobs = jobs_of(questions, cfg.samples)
     if cfg.dry_run:
-        config, bf16 = model.config, model.lm_head.weight.dtype != torch.float32
-        row = kv_bytes(layers=config.num_hidden_layers, kv_heads=config.num_key_value_heads, head_dim=config.head_dim, tokens=1, bf16=bf16)
-        print_plan(cfg, [
-            ("parameters", f"{sum(p.numel() for p in model.parameters()):,}"), ("rollouts", f"{len(jobs):,} over {len(questions):,} questions"),
-            ("sampled tokens, at most", f"{len(jobs) * cfg.max_turns * cfg.max_turn_tokens:,}"),
-            ("KV cache, all slots full", readable_bytes(row * cfg.slots * cfg.max_context)),
-        ])  # fmt: skip
+        print_plan(cfg, [("questions", f"{len(questions):,}"), *cfg.plan(Qwen3Config.read(cfg.model), len(jobs))])
         return
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    agent = cfg.agent(model.to(device), tokenizer, run=Path(cfg.output).stem, seed=cfg.seed, manifest={"model": fingerprint(cfg.model)})
-    save_run(cfg, Path(cfg.output).with_suffix(".run"), device=device)
+    model, tokenizer = load_for_inference(cfg.model), ChatTokenizer(cfg.model)
+    check_corpora(questions)
+    agent = cfg.agent(model, tokenizer, run=Path(cfg.output).stem, seed=cfg.seed, manifest={"model": fingerprint(cfg.model)})
     trajectories = collect(agent, jobs, cfg.output)
+    save_run(cfg, Path(cfg.output).with_suffix(".run"), device=str(model.lm_head.weight.device))
     turns = sum(len(trajectory.turns) for trajectory in trajectories)
     print(f"{cfg.output}: {len(trajectories)} trajectories, {turns} turns, {sum(t.num_sampled for t in trajectories)} sampled tokens")
 

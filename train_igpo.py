@@ -18,7 +18,7 @@ from tqdm import tqdm
 from venus.batches import Document, batch_items, steps_per_epoch
 from venus.checkpoint import export_model, load_checkpoint, save_checkpoint
 from venus.cli import option, run
-from venus.collect import RolloutOptions, collect, jobs_of, rollout_metrics
+from venus.collect import RolloutOptions, check_corpora, collect, jobs_of, rollout_metrics
 from venus.igpo import AdvantageConfig, TurnRewards, batch_advantages
 from venus.info_gain import score_turns
 from venus.metrics import MetricsLogger
@@ -30,7 +30,7 @@ from venus.rewards import outcome_of
 from venus.tokenizer import ChatTokenizer
 from venus.trajectory import Outcome, Question, Trajectory, read_questions, write_jsonl
 from venus.updates import backward, log_probs_of, policy_document, policy_metrics, with_weights
-from venus.weights import load_model
+from venus.weights import fingerprint, load_model
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,12 @@ class IgpoConfig(RolloutOptions):
     dry_run: bool = option(False, help="print the resolved config and the plan, and exit")
 
     def validate(self):
-        self.limits()
+        super().validate()
         self.advantages()
-        if min(self.questions_per_step, self.slots, self.updates, self.save_every, self.max_tokens_per_micro_batch) < 1 or self.group_size < 2:
-            raise ValueError("questions_per_step, slots, updates, save_every and max_tokens_per_micro_batch must be positive, group_size at least 2")
+        least = {"questions_per_step": 1, "group_size": 2, "steps": 1, "updates": 1, "save_every": 1, "max_tokens_per_micro_batch": 1}
+        for name, value in least.items():
+            if getattr(self, name) is not None and getattr(self, name) < value:
+                raise ValueError(f"{name} {getattr(self, name)}: must be at least {value}")
         if self.temperature == 0:
             raise ValueError("temperature 0: greedy rollouts of a group are all equal, so nothing can be learnt from them")
 
@@ -89,6 +91,7 @@ class IgpoConfig(RolloutOptions):
 def main(cfg: IgpoConfig) -> None:
     """Per step: roll out, score, credit, update."""
     questions, tokenizer = read_questions(cfg.questions), ChatTokenizer(cfg.model)
+    check_corpora(questions)
     num_steps = cfg.steps or steps_per_epoch([1] * len(questions), cfg.questions_per_step)
     if cfg.dry_run:
         print_plan(cfg, plan(cfg, len(questions), num_steps))
@@ -96,10 +99,12 @@ def main(cfg: IgpoConfig) -> None:
     world, output = World(), Path(cfg.output)
     bf16 = world.device.type == "cuda"
     model = shard(load_model(cfg.model, dtype=torch.float32, device=world.device), bf16=bf16)
-    reference = shard(load_model(cfg.model, device=world.device), bf16=False).requires_grad_(False) if cfg.kl_beta else None
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    reference = shard(load_model(cfg.model, dtype=dtype, device=world.device), bf16=False).requires_grad_(False) if cfg.kl_beta else None
+    cfg.agent(model, tokenizer, run="", seed=0, manifest={}).run(jobs_of(questions, 1))  # starts nothing: a prompt too long is found now, not days on
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), weight_decay=cfg.weight_decay)
     first_step = load_checkpoint(output / "checkpoints", model, optimizer)
-    drop_rollouts_after(output / "rollouts", first_step, world)
+    drop_partials(output / "rollouts", first_step, world)
     if world.is_main:
         save_run(cfg, output, world_size=world.size, device=str(world.device))
     console = ("success", "info_gain_mean", "format_valid_share", "turns", "browse_ratio", "kl", "grad_norm", "seconds_step")
@@ -128,11 +133,10 @@ def main(cfg: IgpoConfig) -> None:
         metrics.log(step, rollout_metrics(trajectories, kept) | credit | update | timing(seconds, trajectories))
         if world.is_main:
             write_jsonl(output / "rollouts" / f"step_{step:05d}.jsonl", [trajectory.to_json() for trajectory in trajectories])
-        world.barrier()
-        partial_path(output / "rollouts", step, world).unlink()
+        drop_partials(output / "rollouts", step + 1, world)
         if (step + 1) % cfg.save_every == 0 or step + 1 == num_steps:
             save_checkpoint(output / "checkpoints", step + 1, model, optimizer, world)
-    export_model(model, cfg.model, output / "model", dtype=torch.bfloat16 if bf16 else torch.float32, world=world)
+    export_model(model, cfg.model, output / "model", dtype=dtype, world=world)
     metrics.close()
     world.close()
 
@@ -145,12 +149,11 @@ def partial_path(directory: Path, step: int, world: World) -> Path:
     return directory / f"step_{step:05d}.rank{world.rank}.partial.jsonl"
 
 
-def drop_rollouts_after(directory: Path, first_step: int, world: World) -> None:
-    """Remove unfinished rollouts of steps after the one that starts now: other weights made them. Those of this step are taken up again."""
+def drop_partials(directory: Path, step: int, world: World) -> None:
+    """Remove the partial rollouts of all steps but the coming one, `step`, which takes its own up again. A collective."""
     if world.is_main:
-        for path in directory.glob("step_*.partial.jsonl"):
-            if int(path.name[5:10]) != first_step:
-                path.unlink()
+        for path in set(directory.glob("step_*.partial.jsonl")) - set(directory.glob(f"step_{step:05d}.*")):
+            path.unlink()
     world.barrier()
 
 
@@ -158,9 +161,9 @@ def roll_out(
     cfg: IgpoConfig, model: Qwen3, tokenizer: ChatTokenizer, batch: list[Question], step: int, directory: Path, world: World
 ) -> list[Trajectory]:
     """This rank's share of the step's rollouts: whole questions, dealt out in turn."""
-    agent = cfg.agent(model, tokenizer, run=directory.parent.name, seed=cfg.seed * 1_000_003 + step, manifest={"step": step})
-    jobs = jobs_of(batch[world.rank :: world.size], cfg.group_size)
-    return collect(agent, jobs, partial_path(directory, step, world), progress=None)
+    manifest = {"step": step, "model": fingerprint(cfg.model)}
+    agent = cfg.agent(model, tokenizer, run=directory.parent.name, seed=cfg.seed * 1_000_003 + step, manifest=manifest)
+    return collect(agent, jobs_of(batch[world.rank :: world.size], cfg.group_size), partial_path(directory, step, world), progress=None)
 
 
 # ---- 2. rewards
@@ -256,10 +259,9 @@ def timing(seconds: dict[str, float], trajectories: list[Trajectory]) -> dict:
 
 def plan(cfg: IgpoConfig, num_questions: int, num_steps: int) -> list[tuple[str, object]]:
     """What the run would do, for --dry-run."""
-    config = Qwen3Config.read(cfg.model)
+    config, bf16 = Qwen3Config.read(cfg.model), torch.cuda.is_available()
     with torch.device("meta"):
         parameters = sum(p.numel() for p in Qwen3(config).parameters())
-    bf16 = torch.cuda.is_available()
     memory = training_bytes(
         parameters=parameters, world_size=1, layers=config.num_hidden_layers, hidden=config.hidden_size,
         tokens=cfg.max_tokens_per_micro_batch, reference=bool(cfg.kl_beta), bf16=bf16,

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from venus.batches import Document, batch_items, steps_per_epoch
 from venus.checkpoint import export_model, load_checkpoint, save_checkpoint
 from venus.cli import option, run
-from venus.data import load_rows
+from venus.data import encode_rows
 from venus.metrics import MetricsLogger
 from venus.model import Qwen3, Qwen3Config, WeightedNLL
 from venus.parallel import World, clip_gradients, shard
@@ -62,7 +62,9 @@ class SftConfig:
 @record
 def main(cfg: SftConfig) -> None:
     """Encode the rows, then one optimizer step per batch; checkpoints on the way, a Hugging Face directory at the end."""
-    tokenizer = ChatTokenizer(cfg.model)
+    tokenizer, vocab_size = ChatTokenizer(cfg.model), Qwen3Config.read(cfg.model).vocab_size
+    if tokenizer.vocab_size > vocab_size:
+        raise ValueError(f"{cfg.model}: the tokenizer has {tokenizer.vocab_size} ids, the model {vocab_size}: they do not belong together")
     documents, weights, num_long = read_documents(cfg, tokenizer)
     num_steps = max(1, round(cfg.epochs * steps_per_epoch(weights, cfg.batch_size)))
     if cfg.dry_run:
@@ -110,8 +112,7 @@ def read_documents(cfg: SftConfig, tokenizer: ChatTokenizer) -> tuple[list[Docum
     Returns the rows kept, how often each stands in an epoch (its `weight`), and the number of rows too long.
     """
     documents, weights, num_long = [], [], 0
-    for row in tqdm(load_rows(cfg.data), desc="tokenise", unit="row", disable=None, leave=False):
-        encoded = tokenizer.encode_messages(row["messages"])
+    for row, encoded in tqdm(encode_rows(cfg.data, tokenizer), desc="tokenise", unit="row", disable=None, leave=False):
         if len(encoded.ids) > cfg.max_length:
             num_long += 1
             continue
@@ -120,8 +121,8 @@ def read_documents(cfg: SftConfig, tokenizer: ChatTokenizer) -> tuple[list[Docum
             mask[start:end] = [1.0] * (end - start)
         documents.append(Document(encoded.ids, {"mask": mask}))
         weights.append(whole_weight(row))
-    if not documents:
-        raise ValueError(f"{cfg.data}: no row of at most {cfg.max_length} tokens ({num_long} longer ones): raise --max-length")
+    if not any(weights):
+        raise ValueError(f"{cfg.data}: no row with a weight and at most {cfg.max_length} tokens ({num_long} longer ones)")
     return documents, weights, num_long
 
 

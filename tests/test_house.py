@@ -25,7 +25,7 @@ LEVELS = {
     2: ("model", "world", "experts", "rewards", "batches"),
     3: ("weights", "sampler", "judge", "data", "info_gain", "clean"),
     4: ("agent", "parallel", "report"),
-    5: ("collect", "checkpoint"),
+    5: ("collect", "checkpoint", "updates"),
     6: ("demo", "bench"),
 }
 LEVEL = {f"venus.{name}": level for level, names in LEVELS.items() for name in names} | dict.fromkeys(SCRIPTS, 6) | {"venus": 0}

@@ -37,8 +37,10 @@ class Limits:
     tool_seconds: float = 150.0
 
     def __post_init__(self):
-        if min(self.max_turns, self.max_turn_tokens, self.max_context, self.tool_seconds) < 1 or self.max_observation_tokens < 32:
-            raise ValueError(f"limits must be at least 1, max_observation_tokens 32: {self}")
+        least = {"max_turns": 1, "max_turn_tokens": 1, "max_observation_tokens": 32, "max_context": 1, "max_seconds": 0, "tool_seconds": 0.001}
+        for name, value in least.items():
+            if getattr(self, name) < value:
+                raise ValueError(f"{name} {getattr(self, name)}: must be at least {value}")
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,14 @@ class Agent:
         self.reserve = longest + limits.max_observation_tokens + 2 * limits.max_turn_tokens  # a turn, its observation, the answering turn
 
     def run(self, jobs: Iterable[Job]) -> Iterator[Trajectory]:
-        """Yield the trajectory of every job as it finishes. ValueError for a prompt longer than the context."""
-        waiting, active, pool = collections.deque(jobs), {}, ToolPool()
+        """Yield the trajectory of every job as it finishes. ValueError, before the first one starts, for a prompt longer than the context."""
+        waiting = collections.deque(jobs)
+        for question in {job.question.id: job.question for job in waiting}.values():
+            self._prompt_ids(question)
+        return self._run(waiting)
+
+    def _run(self, waiting: collections.deque[Job]) -> Iterator[Trajectory]:
+        active, pool = {}, ToolPool()
         while waiting or active:
             self._admit(waiting, active)
             for generation in self.sampler.step():
@@ -96,21 +104,25 @@ class Agent:
     def _admit(self, waiting: collections.deque[Job], active: dict[int, _Rollout]) -> None:
         while waiting and self.sampler.free:
             job = waiting.popleft()
-            prompt_ids = self.tokenizer.prompt_ids(self.system, job.question.question)
-            if len(prompt_ids) + self.reserve > self.limits.max_context:
-                raise ValueError(
-                    f"question {job.question.id}: a prompt of {len(prompt_ids)} tokens and {self.reserve} for a turn, its observation and the answer "
-                    f"exceed the context of {self.limits.max_context}: raise --max-context or lower the token limits"
-                )
+            prompt_ids = self._prompt_ids(job.question)
             sibling = next((r for r in active.values() if r.job.question.id == job.question.id), None)
             if sibling is not None:
                 slot = self.sampler.fork(sibling.slot, len(prompt_ids) - 1)
             else:
                 slot = self.sampler.open()
                 self.sampler.prefill(slot, prompt_ids[:-1])
-            rollout = _Rollout(job, slot, list(prompt_ids), len(prompt_ids), time.monotonic())
+            rollout = _Rollout(job, slot, prompt_ids, len(prompt_ids), time.monotonic())
             active[slot] = rollout
             self._generate(rollout, prompt_ids[-1:])
+
+    def _prompt_ids(self, question: Question) -> list[int]:
+        prompt_ids = self.tokenizer.prompt_ids(self.system, question.question)
+        if len(prompt_ids) + self.reserve > self.limits.max_context:
+            raise ValueError(
+                f"question {question.id}: a prompt of {len(prompt_ids)} tokens and {self.reserve} for a turn, its observation and the answer "
+                f"exceed the context of {self.limits.max_context}: raise --max-context or lower the token limits"
+            )
+        return prompt_ids
 
     def _generate(self, rollout: _Rollout, ids: list[int]) -> None:
         rollout.since = time.monotonic()
@@ -180,15 +192,13 @@ class Agent:
         return None
 
     def _cut(self, body: str) -> str:
-        """Shorten an observation to its share of tokens, saying so at its end."""
-        limit = self.limits.max_observation_tokens
-        all_ids = ids = self.tokenizer.encode_untrusted(body)
-        keep = limit
-        while len(ids) > limit:  # text cut at a token encodes to about as many tokens again, seldom to a few more
-            keep = max(keep - 8, 0)
-            body = self.tokenizer.decode(all_ids[:keep]).rstrip("\ufffd") + CUT_NOTICE
-            ids = self.tokenizer.encode_untrusted(body)
-            assert keep or len(ids) <= limit, f"max_observation_tokens {limit} cannot hold the notice {CUT_NOTICE!r}"
+        """Shorten an observation to its share of tokens, saying so at its end. What counts is the piece between the tags, newlines included."""
+        keep = limit = self.limits.max_observation_tokens
+        body_ids = self.tokenizer.encode_untrusted(body)
+        while (length := len(self.tokenizer.encode_untrusted(protocol.observation_text(body)))) > limit:
+            assert keep, f"max_observation_tokens {limit} cannot hold the {length} of the notice {CUT_NOTICE!r}"
+            keep = max(keep - 8, 0)  # text cut at a token encodes to about as many tokens again, seldom to a few more
+            body = self.tokenizer.decode(body_ids[:keep]).rstrip("\ufffd") + CUT_NOTICE
         return body
 
     def _trajectory(self, rollout: _Rollout, prediction: str | None, stop_reason: str, status: str) -> Trajectory:
@@ -207,25 +217,19 @@ class Agent:
 
 
 class ToolPool:
-    """Runs tool calls in daemon threads, each with a total deadline. A call past it is answered as a time-out and its thread is given up:
-    a new one takes its place, so that hung calls neither hold up the others nor keep the process from exiting."""
+    """Runs each tool call in a daemon thread of its own (at most one call a slot), with a total deadline. A call past it is answered as a
+    time-out and its thread is given up, so that hung calls neither hold up the others nor keep the process from exiting."""
 
     def __init__(self):
-        self.tasks: queue.SimpleQueue = queue.SimpleQueue()
         self.done: queue.SimpleQueue = queue.SimpleQueue()
         self.pending: dict[int, tuple[int, float, float]] = {}  # call number -> (slot, due, seconds allowed)
-        self.idle = 0
         self.count = 0
 
     def submit(self, slot: int, call: Callable[[], ToolResult], seconds: float) -> None:
         """Start `call` for a slot; its result, or a time-out after `seconds`, comes out of `poll`."""
         self.count += 1
         self.pending[self.count] = (slot, time.monotonic() + seconds, seconds)
-        if self.idle == 0:
-            threading.Thread(target=self._work, daemon=True).start()
-        else:
-            self.idle -= 1
-        self.tasks.put((self.count, call))
+        threading.Thread(target=self._work, args=(self.count, call), daemon=True).start()
 
     def poll(self, *, block: bool) -> list[tuple[int, ToolResult | ToolServiceError]]:
         """Results that have come, as (slot, result); with `block` wait for the first one or the next deadline. What else a call raised is raised here."""
@@ -237,26 +241,20 @@ class ToolPool:
             except queue.Empty:
                 break
             if number not in self.pending:
-                self.idle += 1  # a call given up earlier came back after all; its thread is free again
-                continue
-            slot = self.pending.pop(number)[0]
-            self.idle += 1
+                continue  # given up earlier, came back after all
             if isinstance(outcome, Exception) and not isinstance(outcome, ToolServiceError):
                 raise outcome
-            results.append((slot, outcome))
-        now = time.monotonic()
-        for number in [number for number, (_, due, _) in self.pending.items() if due <= now]:
+            results.append((self.pending.pop(number)[0], outcome))
+        for number in [number for number, (_, due, _) in self.pending.items() if due <= time.monotonic()]:
             slot, _, seconds = self.pending.pop(number)
             results.append((slot, ToolResult(protocol.TIMEOUT_MESSAGE(seconds), "timeout")))
         return results
 
-    def _work(self) -> None:
-        while True:
-            number, call = self.tasks.get()
-            outcome = RuntimeError("a tool call died; its traceback stands above")
-            try:
-                outcome = call()
-            except (ToolServiceError, ValueError, OSError) as error:
-                outcome = error
-            finally:  # anything else ends this thread with its traceback, and the run
-                self.done.put((number, outcome))
+    def _work(self, number: int, call: Callable[[], ToolResult]) -> None:
+        outcome = RuntimeError("a tool call died; its traceback stands above")
+        try:
+            outcome = call()
+        except (ToolServiceError, ValueError, OSError) as error:
+            outcome = error
+        finally:  # anything else ends this thread with its traceback, and the run
+            self.done.put((number, outcome))

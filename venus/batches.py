@@ -59,7 +59,7 @@ def micro_batches(lengths: Sequence[int], max_tokens: int, num_ranks: int) -> li
     some possibly empty: the caller pads those with a zero-weight dummy, since every rank must take part in every collective.
     """
     assert lengths and num_ranks >= 1
-    num_rounds = max(1, -(-sum(lengths) // (max_tokens * num_ranks)))
+    num_rounds = max(1, -(-sum(min(length, max_tokens) for length in lengths) // (max_tokens * num_ranks)))
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     while True:
         bins: list[list[int]] = [[] for _ in range(num_rounds * num_ranks)]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
@@ -51,7 +52,7 @@ def save_checkpoint(directory: str | Path, step: int, model: Qwen3, optimizer: t
 def load_checkpoint(directory: str | Path, model: Qwen3, optimizer: torch.optim.Optimizer) -> int:
     """Restore model and optimizer in place from `latest`, at any world size, and return the number of steps done; 0 when there is none.
 
-    ValueError when `latest` names a checkpoint that is not there.
+    ValueError when `latest` names a checkpoint that is not there, that is damaged, or that is of a model of another shape.
     """
     latest = Path(directory) / "latest"
     if not latest.is_file():
@@ -59,7 +60,11 @@ def load_checkpoint(directory: str | Path, model: Qwen3, optimizer: torch.optim.
     path = Path(directory) / latest.read_text(encoding="utf-8").strip()
     if not (path / ".metadata").is_file():
         raise ValueError(f"{latest}: names {path.name}, which is not a whole checkpoint; remove {latest} to start anew")
-    dcp.load({"train": _TrainState(model, optimizer)}, checkpoint_id=path)
+    try:
+        dcp.load({"train": _TrainState(model, optimizer)}, checkpoint_id=path)
+    except CheckpointException as error:  # on every rank
+        reason = next(iter(error.failures.values()))[0]
+        raise ValueError(f"{path}: damaged, or the state of another model ({reason!r}); give another --output or remove {path.parent}") from None
     return int(path.name.removeprefix("step_"))
 
 

@@ -5,16 +5,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
 from venus import protocol
 from venus.agent import Agent, Job, Limits
 from venus.cli import option
-from venus.model import Qwen3
+from venus.model import Qwen3, Qwen3Config
+from venus.plan import kv_bytes, readable_bytes
 from venus.rewards import exact_match, format_valid_share
 from venus.sampler import Sampler, SamplingParams
 from venus.tokenizer import ChatTokenizer
-from venus.tools.offline import offline_tools
+from venus.tools.offline import CorpusCache, offline_tools
 from venus.trajectory import Question, Trajectory, append_jsonl, read_trajectories, repair_tail
 
 
@@ -23,13 +25,22 @@ def jobs_of(questions: Sequence[Question], num_samples: int) -> list[Job]:
     return [Job(question, sample) for question in questions for sample in range(num_samples)]
 
 
+def check_corpora(questions: Sequence[Question]) -> None:
+    """Read every corpus once, so that a bad page stops the run before it starts. ValueError: as `Corpus.load`, or a question without one."""
+    cache = CorpusCache(capacity=1)
+    for path in dict.fromkeys(question.corpus for question in questions):
+        cache.get(path)
+
+
 def collect(agent: Agent, jobs: Sequence[Job], path: str | Path, *, progress: str | None = "rollouts") -> list[Trajectory]:
     """Run the jobs that `path` does not hold yet, appending each as it ends, and return the trajectories of all jobs in their order.
 
-    A torn last line is dropped. ValueError when the file belongs to another run or was made under other settings (its manifest differs).
+    A torn last line is dropped. ValueError, before anything is written, when the file belongs to another run, was made under other settings
+    (its manifest differs) or asks other questions under the same ids.
     """
     path = Path(path)
     done: dict[tuple[str, int], Trajectory] = {}
+    asked = {job.question.id: (job.question.question, job.question.ground_truth) for job in jobs}
     if path.exists():
         repair_tail(path)
         for trajectory in read_trajectories(path):
@@ -38,12 +49,15 @@ def collect(agent: Agent, jobs: Sequence[Job], path: str | Path, *, progress: st
                     f"{path}: holds {trajectory.id} of run {trajectory.run!r} (seed {trajectory.seed}) made under other settings; "
                     "give another output, or remove the file"
                 )
+            if asked.get(trajectory.question_id) not in (None, (trajectory.question, trajectory.ground_truth)):
+                raise ValueError(f"{path}: holds {trajectory.id} with another question or ground truth; give another output, or remove the file")
             done[trajectory.question_id, trajectory.sample] = trajectory
-    path.parent.mkdir(parents=True, exist_ok=True)
     todo = [job for job in jobs if (job.question.id, job.sample) not in done]
+    rollouts = agent.run(todo)
+    path.parent.mkdir(parents=True, exist_ok=True)
     bar = tqdm(total=len(jobs), initial=len(jobs) - len(todo), desc=progress, disable=progress is None, unit="rollout")
     with path.open("a", encoding="utf-8") as handle, bar:
-        for trajectory in agent.run(todo):
+        for trajectory in rollouts:
             append_jsonl(handle, trajectory.to_json())
             done[trajectory.question_id, trajectory.sample] = trajectory
             bar.update()
@@ -89,9 +103,26 @@ class RolloutOptions:
     system_prompt: str = option("full", help="the system message: full with tool signatures, or short for tiny models", choices=("full", "short"))
     date: str | None = option(None, help="date line of the full system message, such as 2026-03-01; empty is none")
 
+    def validate(self) -> None:
+        """ValueError for a value out of range."""
+        self.limits()
+        SamplingParams((), self.temperature, self.top_p, self.top_k)
+        if self.slots < 1:
+            raise ValueError(f"slots {self.slots}: must be at least 1")
+
     def limits(self) -> Limits:
         """The agent's limits; ValueError for one out of range."""
         return Limits(self.max_turns, self.max_turn_tokens, self.max_observation_tokens, self.max_context, self.max_seconds, self.tool_seconds)
+
+    def plan(self, config: Qwen3Config, num_rollouts: int) -> list[tuple[str, str]]:
+        """Rows for `print_plan`: parameters, rollouts, upper bounds of what they sample and of the KV cache."""
+        with torch.device("meta"):
+            num_parameters = sum(parameter.numel() for parameter in Qwen3(config).parameters())
+        heads = {"layers": config.num_hidden_layers, "kv_heads": config.num_key_value_heads, "head_dim": config.head_dim}
+        cache = kv_bytes(tokens=self.slots * self.max_context, bf16=config.dtype != "float32", **heads)
+        sampled = f"{num_rollouts * self.max_turns * self.max_turn_tokens:,}"
+        return [("parameters", f"{num_parameters:,}"), ("rollouts", f"{num_rollouts:,}"), ("sampled tokens, at most", sampled),
+                ("KV cache, all slots full", readable_bytes(cache))]  # fmt: skip
 
     def manifest(self) -> dict:
         """What decides a trajectory besides seed, weights and tools; recorded in each one."""
@@ -101,6 +132,8 @@ class RolloutOptions:
         """An agent over a fresh KV cache on the model's device, with the offline tools."""
         if self.max_context > model.config.max_position_embeddings:
             raise ValueError(f"max_context {self.max_context} exceeds the model's max_position_embeddings {model.config.max_position_embeddings}")
+        if tokenizer.vocab_size > model.config.vocab_size:
+            raise ValueError(f"the tokenizer has {tokenizer.vocab_size} ids, the model {model.config.vocab_size}: they do not belong together")
         params = SamplingParams((tokenizer.im_end_id, tokenizer.endoftext_id), self.temperature, self.top_p, self.top_k)
         sampler = Sampler(model, params, num_slots=self.slots, capacity=self.max_context)
         system = protocol.system_prompt(self.system_prompt, self.date)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from venus import protocol
-from venus.tokenizer import ChatTokenizer
+from venus.tokenizer import ChatTokenizer, Encoded
 from venus.trajectory import Outcome, Trajectory, Turn, read_jsonl
 
 COLUMNS = ("rows", "turns", "searches", "visits", "tokens", "loss tokens", "strict-valid")
@@ -50,6 +50,18 @@ def _checked(where: str, row: object) -> dict:
     if type(weight) not in (int, float) or not 0 <= weight < float("inf"):
         raise ValueError(f"{where}: weight must be a number >= 0, not {weight!r}")
     return row
+
+
+def encode_rows(path: str | os.PathLike, tokenizer: ChatTokenizer) -> Iterator[tuple[dict, Encoded]]:
+    """Yield the SFT rows of a file or directory (in name order) with their encodings; ValueError names file and line of a bad row."""
+    for file in _files(path):
+        for where, raw in _rows_of(file):
+            row = _checked(where, raw)
+            try:
+                encoded = tokenizer.encode_messages(row["messages"])
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from None
+            yield row, encoded
 
 
 def load_rows(path: str | os.PathLike) -> list[dict]:
@@ -110,12 +122,7 @@ def _read_messages(ids: list[int], tokenizer: ChatTokenizer) -> list[dict]:
 def count_file(file: Path, tokenizer: ChatTokenizer) -> list[int]:
     """Return the COLUMNS of one file; ValueError names file and line of a bad row."""
     totals = [0] * len(COLUMNS)
-    for where, raw in _rows_of(file):
-        row = _checked(where, raw)
-        try:
-            encoded = tokenizer.encode_messages(row["messages"])
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from None
+    for row, encoded in encode_rows(file, tokenizer):
         kinds = [protocol.parse_action(m["content"]).kind for m in row["messages"] if m["role"] == "assistant"]
         loss_tokens = sum(end - start for start, end in encoded.spans)
         valid = len(kinds) - kinds.count("malformed")

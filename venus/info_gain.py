@@ -10,6 +10,7 @@ Row i predicts row i+1, so the branch holds prefix + g without its last token, a
 Shapes: N packed tokens  T turns  L answer tokens.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,7 +24,7 @@ from venus.igpo import info_gains, scored_turns
 from venus.model import Qwen3
 from venus.tokenizer import ChatTokenizer
 from venus.trajectory import Trajectory, read_trajectories
-from venus.weights import load_model
+from venus.weights import load_for_inference
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,9 @@ class Cuts:
 
 
 def cuts_of(trajectory: Trajectory, scored: Sequence[bool], tokenizer: ChatTokenizer, answer: str | None = None) -> Cuts:
-    """The question alone (v_-1), then the end of the observation of every turn t with scored[t]; `answer` defaults to the first alias."""
+    """Cut at the question alone (v_-1), then after the observation of every turn t with scored[t]; `answer` defaults to the first alias."""
+    if answer is None and not trajectory.ground_truth:
+        raise ValueError(f"trajectory {trajectory.id}: no ground truth to score")
     ends = [turn.obs_end for turn, is_scored in zip(trajectory.turns, scored, strict=True) if is_scored]
     answer_ids = tokenizer.ground_truth_ids(answer if answer is not None else trajectory.ground_truth[0])
     return Cuts(trajectory.token_ids, [trajectory.prompt_len, *ends], tokenizer.answer_prefix_ids, answer_ids)
@@ -107,11 +110,13 @@ def score_turns(
     model: Qwen3, tokenizer: ChatTokenizer, trajectories: Sequence[Trajectory], *, ig_turns: str, ig_value: str = "log_prob", ig_alias: str = "first",
     max_tokens: int = 65536,
 ) -> None:  # fmt: skip
-    """Write the information gain of every turn that `igpo.scored_turns` chooses into the trajectories, in place; the other turns keep None.
+    """Write the information gain of every turn that `igpo.scored_turns` chooses into the trajectories, in place; the other turns get None.
 
     ig_alias "first": v of the first alias of the ground truth. "max": at every cut the largest v over all aliases.
     """
     chosen = [scored_turns([turn.action for turn in t.turns], [turn.tool_status for turn in t.turns], ig_turns) for t in trajectories]
+    for turn in (turn for trajectory in trajectories for turn in trajectory.turns):
+        turn.info_gain = None  # a gain of an earlier scoring must not survive under other rules
     todo = [(t, mask) for t, mask in zip(trajectories, chosen, strict=True) if any(mask)]
     aliases = [t.ground_truth if ig_alias == "max" else t.ground_truth[:1] for t, _ in todo]
     items = [cuts_of(t, mask, tokenizer, alias) for (t, mask), names in zip(todo, aliases, strict=True) for alias in names]
@@ -138,10 +143,7 @@ def score_uncached(model: Qwen3, item: Cuts) -> list[float]:
 
 @torch.no_grad()
 def score_cached(model: Qwen3, item: Cuts) -> list[float]:
-    """The loop of the released trainer: one cache for the trunk; at every cut its last token is run again together with the branch, and forgotten.
-
-    Cuts must not decrease.
-    """
+    """The released trainer's loop: one cache for the trunk; at every cut its last token is run again, with the branch, which is then forgotten."""
     config, weight = model.config, model.lm_head.weight
     branch, num_answer = [*item.prefix, *item.answer[:-1]], len(item.answer)
     cache = KVCache(
@@ -150,6 +152,7 @@ def score_cached(model: Qwen3, item: Cuts) -> list[float]:
     )  # fmt: skip
     values = []
     for cut in item.cuts:
+        cache.truncate(0, min(cut - 1, cache.lengths[0]))
         if cut - 1 > cache.lengths[0]:
             _extend(model, cache, item.ids[cache.lengths[0] : cut - 1])
             cache.advance(0, cut - 1 - cache.lengths[0])
@@ -176,7 +179,7 @@ class ScoreConfig:
 
 def score_command(cfg: ScoreConfig) -> None:
     """v_-1, then a line a turn: action, tool status, v_t and v_t - v_(t-1). Every turn but the last is scored."""
-    model, tokenizer = load_model(cfg.model), ChatTokenizer(cfg.model)
+    model, tokenizer = load_for_inference(cfg.model), ChatTokenizer(cfg.model)
     for trajectory in tqdm(read_trajectories(cfg.trajectories), desc="score", unit="trajectory", disable=None):
         scored = [k + 1 < len(trajectory.turns) for k in range(len(trajectory.turns))]
         values = score_ground_truth(model, [cuts_of(trajectory, scored, tokenizer)], max_tokens=cfg.max_tokens)[0]
@@ -187,8 +190,10 @@ def score_command(cfg: ScoreConfig) -> None:
 
 
 if __name__ == "__main__":
-    import sys
-
     if sys.argv[1:2] != ["score"]:
-        sys.exit("error: usage: python -m venus.info_gain score --trajectories FILE --model DIR")
-    cli.run(score_command, ScoreConfig, "Print v_t and the gain of every turn.", sys.argv[2:])
+        print("error: usage: python -m venus.info_gain score TRAJECTORIES --model DIR", file=sys.stderr)
+        sys.exit(2)
+    argv = sys.argv[2:]
+    if argv and not argv[0].startswith("-"):
+        argv.insert(0, "--trajectories")
+    cli.run(score_command, ScoreConfig, "Print v_t and the gain of every turn.", argv)

@@ -76,6 +76,7 @@ class Sampler:
         """Take a free slot with an empty row."""
         return self.free.pop(0)
 
+    @torch.inference_mode()  # as wherever the cache is written: buffers that grew in inference mode refuse writes outside it
     def fork(self, source: int, length: int) -> int:
         """Take a free slot holding a copy of the first `length` positions of `source`: a prompt prefilled once serves its whole group."""
         slot = self.free.pop(0)
@@ -190,7 +191,7 @@ def draw(logits_RV: Tensor, uniforms_R: Tensor, params: SamplingParams) -> tuple
 
 def _truncate(probs_RV: Tensor, params: SamplingParams) -> Tensor:
     """Zero what top-k and then top-p leave out: top-p keeps the smallest set of most probable tokens whose mass reaches p."""
-    sorted_RV, order_RV = probs_RV.sort(-1, descending=True, stable=True)
+    sorted_RV, order_RV = probs_RV.sort(dim=-1, descending=True, stable=True)
     if params.top_k:
         sorted_RV[:, params.top_k :] = 0
     before_RV = sorted_RV.cumsum(-1, dtype=torch.float64) - sorted_RV

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from venus.batches import Document, dummy_document, micro_batches, pack
+from venus.igpo import token_advantages
 from venus.model import ClippedPolicy, Qwen3, TokenLoss, WeightedNLL, clipped_surrogate, k3_divergence
 from venus.parallel import World
 from venus.trajectory import Trajectory
@@ -77,20 +78,20 @@ def policy_document(trajectory: Trajectory) -> Document:
     if not trajectory.log_probs or any(turn.advantage is None for turn in trajectory.turns):
         raise ValueError(f"trajectory {trajectory.id}: no log-probs or no advantages; only rollouts of this run's policy can be trained on")
     mask = torch.tensor(trajectory.sampled_mask(), dtype=torch.float32)
-    sampler, advantages = torch.zeros_like(mask), torch.zeros_like(mask)
+    sampler = torch.zeros_like(mask)
     sampler[mask.bool()] = torch.tensor(trajectory.log_probs)
-    for turn in trajectory.turns:
-        advantages[turn.start : turn.end] = turn.advantage
+    spans = [(turn.start, turn.end) for turn in trajectory.turns]
+    advantages = token_advantages([turn.advantage for turn in trajectory.turns], spans, len(mask))
     return Document(trajectory.token_ids, {"mask": mask, "advantages": advantages, "sampler": sampler})
 
 
 def policy_metrics(results: Sequence[tuple[TokenLoss, Fields]], *, clip: float, dual_clip: float, world: World) -> dict[str, float | None]:
-    """Means over the trained tokens of all ranks, and the loss. A collective.
+    """Means over the trained tokens of all ranks, and the loss, its mean over mini-batches. A collective.
 
     kl: k3 against the reference (None without one). clip_share: tokens whose gradient the clip removes or the dual clip does. sampler_gap:
     |log p of the trainer - log p of the sampler|, the trainer's from before the update.
     """
-    sums = dict.fromkeys(("loss", "tokens", "entropy", "gap", "kl", "clipped"), 0.0)
+    sums = dict.fromkeys(("loss", "weights", "tokens", "entropy", "gap", "kl", "clipped"), 0.0)
     gap_max, has_reference = 0.0, bool(results) and "ref" in results[0][1]
     for result, fields in results:
         trained = fields["weights"] != 0
@@ -99,14 +100,14 @@ def policy_metrics(results: Sequence[tuple[TokenLoss, Fields]], *, clip: float, 
         advantages, log_ratios = fields["advantages"][trained], log_probs - old
         clipped = clipped_surrogate(log_ratios, advantages, clip, dual_clip) != log_ratios.exp() * advantages
         kl = k3_divergence(log_probs, fields["ref"][trained]) if has_reference else torch.zeros(1)
-        values = (result.loss, trained, result.entropies_BS, gap, kl, clipped)
+        values = (result.loss, fields["weights"], trained, result.entropies_BS, gap, kl, clipped)
         for name, value in zip(sums, values, strict=True):
             sums[name] += value.sum().item()
         gap_max = max(gap_max, gap.max().item() if gap.numel() else 0.0)
     sums = {name: world.sum(value) for name, value in sums.items()}
     tokens = max(1.0, sums["tokens"])
     return {
-        "loss": sums["loss"], "trained_tokens": sums["tokens"], "entropy": sums["entropy"] / tokens,
+        "loss": sums["loss"] / (sums["weights"] or 1.0), "trained_tokens": sums["tokens"], "entropy": sums["entropy"] / tokens,
         "kl": sums["kl"] / tokens if has_reference else None, "clip_share": sums["clipped"] / tokens,
         "sampler_gap_mean": sums["gap"] / tokens, "sampler_gap_max": max(world.gather([gap_max])),
     }  # fmt: skip

@@ -44,6 +44,13 @@ def load_model(directory: str | Path, *, dtype: torch.dtype | None = None, devic
     return model
 
 
+def load_for_inference(directory: str | Path) -> Qwen3:
+    """`load_model` where it runs best: bf16 on the first CUDA device when there is one, else fp32 on the CPU."""
+    if torch.cuda.is_available():
+        return load_model(directory, dtype=torch.bfloat16, device="cuda")
+    return load_model(directory, dtype=torch.float32)
+
+
 def save_model(model: Qwen3, directory: str | Path, *, dtype: torch.dtype | None = None, shard_bytes: int = SHARD_BYTES) -> None:
     """Write config.json and safetensors (an index when more than one shard is needed) so that transformers loads the directory.
 

@@ -1,0 +1,74 @@
+"""A tiny world, a tiny model and the scripts as subprocesses, for the tests of training. Everything is small enough for a second a step."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from venus.world import WorldConfig, build
+
+ROOT = Path(__file__).resolve().parents[1]
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+SIZES |= {"layer_types": ["full_attention"] * 2, "max_window_layers": 2}
+ROLLOUT = [
+    *("--system-prompt", "short", "--slots", "8", "--max-turns", "4", "--max-turn-tokens", "48", "--max-observation-tokens", "200"),
+    *("--max-context", "1024"),
+]
+
+# One process for several runs, since importing torch is most of a short run. stderr is a file: torchrun's `record` wants a descriptor.
+DRIVER = """
+import contextlib, io, json, runpy, sys, tempfile
+results = []
+for argv in json.load(sys.stdin):
+    out, code, sys.argv = io.StringIO(), 0, argv
+    with tempfile.TemporaryFile("w+") as err:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                runpy.run_path(argv[0], run_name="__main__") if argv[0].endswith(".py") else runpy.run_module(argv[0], run_name="__main__")
+            except SystemExit as error:
+                code = error.code or 0
+        err.seek(0)
+        results.append({"code": code, "out": out.getvalue(), "err": err.read()})
+print(json.dumps(results))
+"""
+
+
+def tiny_world(tmp_path_factory) -> Path:
+    """The directory of a world of one web a split, built once a session: corpora, questions/train.jsonl, sft/few.jsonl, model (no weights)."""
+    world = tmp_path_factory.getbasetemp() / "tiny-world"
+    if not world.exists():
+        counts = {"train_questions": 8, "questions_per_split": 2, "sft_rows": 20}
+        build(WorldConfig(out=str(world), train_webs=1, dev_webs=1, test_webs=1, long_webs=0, **counts))
+        rows = (world / "sft" / "train.jsonl").read_text().splitlines(keepends=True)
+        one_hop = [row for row in rows if len(json.loads(row)["messages"]) == 7]
+        (world / "sft" / "few.jsonl").write_text("".join(one_hop[:4]))
+        config = world / "model" / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | SIZES))
+    return world
+
+
+def run_all(*commands: list[str]) -> list[dict]:
+    """Run scripts (or modules) one after the other in one process: [{code, out, err}]."""
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER], input=json.dumps([[str(word) for word in command] for command in commands]), cwd=ROOT, env=environment(),
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+def run_one(*command: object, code: int = 0) -> subprocess.CompletedProcess:
+    """Run a python command line in a process of its own and check its exit code."""
+    words = [sys.executable, *map(str, command)]
+    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+    return done
+
+
+def environment() -> dict:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def read_rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
