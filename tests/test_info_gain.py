@@ -9,9 +9,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import tiny_runs
 import torch
 
-import tiny_runs
 from venus.attention import Layout, Span
 from venus.data import from_messages
 from venus.info_gain import Cuts, cuts_of, score_cached, score_ground_truth, score_turns, score_uncached

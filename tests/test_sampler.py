@@ -70,6 +70,16 @@ def test_greedy_cached_decoding_equals_the_uncached_argmax(model):
         assert got == ids[len(prompt) :]
 
 
+def test_each_token_is_drawn_with_the_noise_of_its_key_and_position(model):
+    """A row by hand: full forward pass, softmax, the first token whose cumulative probability exceeds the uniform of (key, number of token)."""
+    for key, prompt in enumerate(PROMPTS):
+        got, ids = sample(new_sampler(model, stop_ids=()), prompt, budget=30, key=key).ids, list(prompt)
+        for uniform in uniform_noise([key] * 30, range(30)):
+            cumulative = model.logits(model(torch.tensor([ids]))[0, -1:])[0].double().softmax(-1).cumsum(-1)
+            ids.append(int((cumulative <= uniform).sum()))
+        assert got == ids[len(prompt) :]
+
+
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.7}, {"temperature": 2.5, "top_p": 0.6}, {"top_k": 5}, {"top_k": 9, "top_p": 0.3}])
 def test_log_probs_are_those_the_trainer_recomputes(model, params):
     """Whatever top-p and top-k left out, the log-prob is that of the full temperature-scaled softmax (trap 18): 1e-5 in fp32."""
@@ -316,7 +326,7 @@ def test_no_uniform_draws_a_token_of_probability_zero():
 
 
 def test_a_vocabulary_of_qwen_size_is_drawn_to_the_last_token():
-    """Summing 151,936 probabilities in fp32 would drift by 1e-5 and never reach or overrun the end; the cumulative sum is fp64."""
+    """A flat distribution over 151,936 tokens: half of the mass lies before the middle one, and the largest uniform draws the last."""
     logits = torch.zeros(2, 151_936)
     uniforms = torch.tensor([0.5, 1 - 2.0**-53], dtype=torch.float64)
     assert draw(logits, uniforms, SamplingParams(()))[0].tolist() == [75_968, 151_935]
