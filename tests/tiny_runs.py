@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from venus.trajectory import write_jsonl
 from venus.world import WorldConfig, build
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -13,7 +14,7 @@ SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "nu
 SIZES |= {"layer_types": ["full_attention"] * 2, "max_window_layers": 2}
 ROLLOUT = [
     *("--system-prompt", "short", "--slots", "8", "--max-turns", "4", "--max-turn-tokens", "48", "--max-observation-tokens", "200"),
-    *("--max-context", "1024"),
+    *("--max-context", "1024", "--temperature", "0.7"),  # cool enough for a model of 45,792 parameters to keep the format
 ]
 
 # One process for several runs, since importing torch is most of a short run. stderr is a file: torchrun's `record` wants a descriptor.
@@ -35,14 +36,19 @@ print(json.dumps(results))
 
 
 def tiny_world(tmp_path_factory) -> Path:
-    """The directory of a world of one web a split, built once a session: corpora, questions/train.jsonl, sft/few.jsonl, model (no weights)."""
+    """The directory of a world of one web a split, built once a session; its model has two layers and no weights.
+
+    sft/few.jsonl and questions/few.jsonl hold the same six 1-hop questions: few enough to learn by heart within seconds.
+    """
     world = tmp_path_factory.getbasetemp() / "tiny-world"
     if not world.exists():
         counts = {"train_questions": 8, "questions_per_split": 2, "sft_rows": 20}
         build(WorldConfig(out=str(world), train_webs=1, dev_webs=1, test_webs=1, long_webs=0, **counts))
-        rows = (world / "sft" / "train.jsonl").read_text().splitlines(keepends=True)
-        one_hop = [row for row in rows if len(json.loads(row)["messages"]) == 7]
-        (world / "sft" / "few.jsonl").write_text("".join(one_hop[:4]))
+        rows = (world / "sft" / "train.jsonl").read_text().splitlines()
+        few = [row for row in map(json.loads, rows) if len(row["messages"]) == 7][:6]
+        write_jsonl(world / "sft" / "few.jsonl", few)
+        asked = [{"id": f"q{k}", "question": row["question"], "ground_truth": row["gt"]} for k, row in enumerate(few)]
+        write_jsonl(world / "questions" / "few.jsonl", [{**question, "corpus": "../corpora/train-000.jsonl"} for question in asked])
         config = world / "model" / "config.json"
         config.write_text(json.dumps(json.loads(config.read_text()) | SIZES))
     return world
