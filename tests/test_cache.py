@@ -152,6 +152,19 @@ def test_a_forked_row_goes_on_like_its_source(model, full):
     torch.testing.assert_close(step(model, cache, {3: SEQUENCES[0][35:37]})[3], full[0, 35:37], **FP32)
 
 
+def test_a_row_that_fills_its_buffer_can_be_forked(model):
+    """A prompt of more than 514 tokens, read at once, grows the buffers to exactly its length; the copy from the whole buffer into itself was
+    refused as overlapping memory, so that no such prompt could be shared by a group."""
+    ids = torch.randint(64, (560,), generator=torch.Generator().manual_seed(0)).tolist()
+    cache = new_cache(model, num_rows=3, capacity=600)
+    step(model, cache, {1: ids})
+    assert cache.keys_RKTE[0].shape[2] == 560
+    cache.fork(1, [0, 2], 560)
+    assert cache.lengths == [560] * 3
+    for buffer_RKTE in (*cache.keys_RKTE, *cache.values_RKTE):
+        assert buffer_RKTE[1].any() and all(torch.equal(buffer_RKTE[row], buffer_RKTE[1]) for row in (0, 2))
+
+
 def test_forking_a_prefix_of_a_row_equals_having_read_only_that(model, full):
     """The target held something longer before: its old tail must not show."""
     cache = new_cache(model)

@@ -51,7 +51,7 @@ class KVCache:
     def fork(self, source: int, targets: list[int], length: int) -> None:
         """Copy the first `length` positions of row `source` into every row of `targets` (a prompt shared by a rollout group)."""
         assert length <= self.lengths[source], f"fork {length} of {self.lengths[source]} positions"
-        for buffer_RKTE in (*self.keys_RKTE, *self.values_RKTE):
-            buffer_RKTE[targets, :, :length] = buffer_RKTE[source, :, :length]
-        for row in targets:
+        for row in targets:  # one by one: buffer[targets] = buffer[source] is refused as overlapping when `length` fills the buffer
+            for buffer_RKTE in (*self.keys_RKTE, *self.values_RKTE):
+                buffer_RKTE[row, :, :length] = buffer_RKTE[source, :, :length]
             self.lengths[row] = length

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.cross_entropy import fp32_logits, linear_log_probs
+from kernels.cross_entropy import fp32_logits, linear_log_probs, linear_token_loss
 from venus.attention import CachedLayout, Layout, attend
 from venus.cache import KVCache
 
@@ -192,8 +192,12 @@ class WeightedNLL:
     weights_BS: Tensor
 
     def value(self, log_probs: Tensor, rows: Tensor) -> Tensor:
-        """Per-token losses [N] of the selected tokens; `rows` [N] are their flat indices into B*S. d/dlogp = -weights."""
+        """Per-token losses [N] of the selected tokens; `rows` [N] are their flat indices into B*S."""
         return -log_probs * self.weights_BS.flatten()[rows]
+
+    def slope(self, log_probs: Tensor, rows: Tensor) -> Tensor:
+        """d value / d log p [N] = -weights."""
+        return -self.weights_BS.flatten()[rows]
 
 
 @dataclass(frozen=True)
@@ -222,12 +226,29 @@ class ClippedPolicy:
             losses = losses + self.beta * k3_divergence(log_probs, self.ref_BS.flatten()[rows])
         return losses * self.weights_BS.flatten()[rows]
 
+    def slope(self, log_probs: Tensor, rows: Tensor) -> Tensor:
+        """d value / d log p [N]: weights * (-ratio A where neither clip holds, else 0, + beta (1 - exp(ref - log p)))."""
+        advantages = self.advantages_BS.flatten()[rows]
+        old = log_probs if self.old_BS is None else self.old_BS.flatten()[rows]
+        slopes = -surrogate_slope(log_probs - old, advantages, self.clip, self.dual_clip)
+        if self.ref_BS is not None and self.beta:
+            slopes = slopes - self.beta * torch.expm1(self.ref_BS.flatten()[rows] - log_probs)
+        return slopes * self.weights_BS.flatten()[rows]
+
 
 def clipped_surrogate(log_ratios: Tensor, advantages: Tensor, clip: float, dual_clip: float) -> Tensor:
     """min(r A, clip(r, 1 - clip, 1 + clip) A), and for A < 0 max(that, dual_clip A); r = exp(log_ratios). Elementwise (Eq. 10; dual clip 3 as released)."""
     ratios = log_ratios.exp()
     surrogate = torch.minimum(ratios * advantages, ratios.clamp(1 - clip, 1 + clip) * advantages)
     return torch.where(advantages < 0, torch.maximum(surrogate, dual_clip * advantages), surrogate)
+
+
+def surrogate_slope(log_ratios: Tensor, advantages: Tensor, clip: float, dual_clip: float) -> Tensor:
+    """d clipped_surrogate / d log_ratios: r A while r A is the smaller term and, for A < 0, above dual_clip A; else 0."""
+    ratios = log_ratios.exp()
+    unclipped = ratios * advantages
+    is_free = (unclipped <= ratios.clamp(1 - clip, 1 + clip) * advantages) & ((advantages >= 0) | (unclipped > dual_clip * advantages))
+    return unclipped * is_free
 
 
 def k3_divergence(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
@@ -273,13 +294,15 @@ class Qwen3(nn.Module):
 
     def token_stats(
         self, ids_BS: Tensor, targets_BS: Tensor, mask_BS: Tensor, *, positions_BS: Tensor | None = None,
-        layout: Layout | None = None, temperature: float = 1.0,
+        layout: Layout | None = None, temperature: float = 1.0, kernel: str = "auto",
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Log-probabilities of targets and entropies, each fp32 [B, S] in nats and 0 where `mask_BS` is 0.
 
         targets_BS[b, s] is predicted from ids_BS[b, :s+1] (already shifted). Rows are selected before the lm_head.
+        kernel: "triton", "torch", or "auto", Triton on CUDA.
         """
-        rows, log_probs_N, entropies_N = self._selected(ids_BS, targets_BS, mask_BS, positions_BS, layout, temperature)
+        rows, hidden_ND, targets_N = self._selected(ids_BS, targets_BS, mask_BS, positions_BS, layout)
+        log_probs_N, entropies_N = linear_log_probs(hidden_ND, self.lm_head.weight, targets_N, temperature=temperature, kernel=kernel)
         return _scatter(log_probs_N, rows, ids_BS.shape), _scatter(entropies_N, rows, ids_BS.shape)
 
     def token_log_probs(self, ids_BS: Tensor, targets_BS: Tensor, mask_BS: Tensor, **kwargs) -> Tensor:
@@ -288,18 +311,24 @@ class Qwen3(nn.Module):
 
     def token_loss(
         self, ids_BS: Tensor, targets_BS: Tensor, *, loss: WeightedNLL | ClippedPolicy, positions_BS: Tensor | None = None,
-        layout: Layout | None = None, temperature: float = 1.0,
+        layout: Layout | None = None, temperature: float = 1.0, kernel: str = "auto",
     ) -> TokenLoss:  # fmt: skip
-        """Sum of the loss over the tokens whose weight is not 0. All weights 0 gives a zero loss with zero gradients."""
-        rows, log_probs_N, entropies_N = self._selected(ids_BS, targets_BS, loss.weights_BS != 0, positions_BS, layout, temperature)
-        log_probs_BS = _scatter(log_probs_N.detach(), rows, ids_BS.shape)
-        return TokenLoss(loss.value(log_probs_N, rows).sum(), log_probs_BS, _scatter(entropies_N.detach(), rows, ids_BS.shape))
+        """Sum of the loss over the tokens whose weight is not 0. All weights 0 gives a zero loss with zero gradients.
 
-    def _selected(self, ids_BS, targets_BS, mask_BS, positions_BS, layout, temperature) -> tuple[Tensor, Tensor, Tensor]:
+        The gradient is computed in the same pass, from the loss's slope: backward may run once.
+        """
+        rows, hidden_ND, targets_N = self._selected(ids_BS, targets_BS, loss.weights_BS != 0, positions_BS, layout)
+        total, log_probs_N, entropies_N = linear_token_loss(
+            hidden_ND, self.lm_head.weight, targets_N, lambda log_probs, part: (loss.value(log_probs, rows[part]), loss.slope(log_probs, rows[part])),
+            temperature=temperature, kernel=kernel,
+        )  # fmt: skip
+        return TokenLoss(total, _scatter(log_probs_N, rows, ids_BS.shape), _scatter(entropies_N, rows, ids_BS.shape))
+
+    def _selected(self, ids_BS, targets_BS, mask_BS, positions_BS, layout) -> tuple[Tensor, Tensor, Tensor]:
+        """Flat indices of the tokens where the mask is not 0, their hidden rows and their targets."""
         hidden_BSD = self.forward(ids_BS, positions_BS, layout)  # not self(..): its FSDP hook would reshard the head before it is used
         rows = mask_BS.flatten().nonzero()[:, 0]
-        hidden_ND = hidden_BSD.flatten(0, 1)[rows]
-        return rows, *linear_log_probs(hidden_ND, self.lm_head.weight, targets_BS.flatten()[rows], temperature=temperature)
+        return rows, hidden_BSD.flatten(0, 1)[rows], targets_BS.flatten()[rows]
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:

@@ -132,8 +132,8 @@ class Sampler:
     def _prefill_pending(self) -> None:
         room, slots, chunks = self.prefill_tokens, [], []
         for slot, row in self.rows.items():
-            count = min(len(row.pending) - 1, room)
-            if count > 0:
+            count = min(len(row.pending) - 1, self.prefill_tokens)
+            if 0 < count <= room:  # whole or not at all: where a row is cut must not depend on its batch mates
                 slots.append(slot)
                 chunks.append(row.pending[:count])
                 row.pending = row.pending[count:]

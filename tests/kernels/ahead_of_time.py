@@ -1,0 +1,98 @@
+"""The kernels compiled to machine code for A100, H100 and B200 without a GPU: they build, fit, do not spill, and use the units they should.
+
+Started by test_processes.py in a process without the interpreter. Proves nothing about speed or races. The compiler's cache directory is given by
+TRITON_CACHE_DIR, so that a second run takes seconds.
+"""
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kernels import cross_entropy
+
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+SHARED_MEMORY_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
+# What the matrix products and the loads must have become: tensor cores, and copies that run beside them.
+INSTRUCTIONS = {"sm_80": ("mma.sync", "cp.async"), "sm_90": ("wgmma", "cp.async.bulk.tensor"), "sm_100": ("tcgen05", "cp.async.bulk.tensor")}
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+
+def compiled(kernel, architecture, types, constants, *, num_warps, num_stages=3, odd=()):
+    """Compile for an architecture. Pointers, and integers but those in `odd`, are divisible by 16, as the real sizes are: else no vector loads."""
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types[name] for name in names}
+    aligned = [i for i, name in enumerate(names) if signature[name][0] in "*i" and name not in odd]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs={(i,): [["tt.divisibility", 16]] for i in aligned})
+    target = GPUTarget("cuda", int(architecture[3:]), 32)
+    return triton.compile(source, target=target, options={"num_warps": num_warps, "num_stages": num_stages})
+
+
+def tile_kernel(kernel, architecture):
+    tiles = cross_entropy.TILES[architecture]
+    types = dict.fromkeys(("N", "V", "D", "stride_n", "stride_v"), "i32") | {"targets_ptr": "*i64", "inv_temperature": "fp32", "grad_logits_ptr": "*bf16"}
+    types |= {"hidden": "*bf16", "weight": "*bf16"}
+    if tiles.descriptors:
+        types |= {"hidden": f"tensordesc<bf16[{tiles.block_n}, {tiles.block_d}]>", "weight": f"tensordesc<bf16[{tiles.block_v}, {tiles.block_d}]>"}
+    types = {name: types.get(name, "*fp32") for name in kernel.arg_names}
+    constants = {"BLOCK_N": tiles.block_n, "BLOCK_V": tiles.block_v, "BLOCK_D": tiles.block_d, "GROUP_N": tiles.group_n, "DESCRIPTORS": tiles.descriptors}
+    return compiled(kernel, architecture, types, constants, num_warps=tiles.num_warps, num_stages=tiles.num_stages, odd=("N",))
+
+
+def row_kernel(kernel, architecture):
+    types = {"targets_ptr": "*i64", "V": "i32", "inv_temperature": "fp32", "grad_logits_ptr": "*bf16"}
+    types = {name: types.get(name, "*fp32") for name in kernel.arg_names}
+    return compiled(kernel, architecture, types, {"BLOCK": cross_entropy.ROW_BLOCK}, num_warps=8)
+
+
+BUILDS = {
+    "stats": lambda architecture: tile_kernel(cross_entropy._stats_kernel, architecture),
+    "grad_logits": lambda architecture: tile_kernel(cross_entropy._grad_logits_kernel, architecture),
+    "row_stats": lambda architecture: row_kernel(cross_entropy._row_stats_kernel, architecture),
+    "row_grad": lambda architecture: row_kernel(cross_entropy._row_grad_kernel, architecture),
+}
+MULTIPLIES = ("stats", "grad_logits")
+
+
+def resources(binary):
+    """Registers and stack bytes of a thread; a spilled register lives on the stack."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        text = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return {key: int(value) for key, value in re.findall(r"(REG|STACK):(\d+)", text)}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("name", BUILDS)
+def test_the_kernel_builds_and_fits(name, architecture):
+    binary = BUILDS[name](architecture)
+    usage = resources(binary)
+    print(f"{name} {architecture}: {usage['REG']} registers, {usage['STACK']} bytes of stack, {binary.metadata.shared} bytes of shared memory")
+    assert usage["STACK"] == 0, "registers are spilled to memory"
+    assert binary.metadata.shared <= SHARED_MEMORY_BYTES[architecture]
+    ptx = binary.asm["ptx"]
+    assert not re.search(r"\b(atom|red)\.", ptx), "atomics make the sum depend on the order of arrival"
+    for instruction in INSTRUCTIONS[architecture] if name in MULTIPLIES else ():
+        assert instruction in ptx
+
+
+@pytest.mark.parametrize(("name", "architecture"), [("grad_logits", "sm_90"), ("stats", "sm_80"), ("grad_logits", "sm_80")])
+def test_offsets_of_tiles_are_64_bits_wide(name, architecture):
+    """N * V passes 2^31 at 14,134 rows of the real vocabulary; the interpreter's integers would not show it."""
+    offsets = re.findall(r"tt\.addptr .*: tensor<\d+x\d+x!tt\.ptr<\w+>>, tensor<\d+x\d+x(i\d+)>", BUILDS[name](architecture).asm["ttir"])
+    assert offsets
+    assert "i64" in offsets
+    print(name, architecture, offsets)
+
+
+if __name__ == "__main__":
+    for name, build in BUILDS.items():
+        for architecture in ARCHITECTURES:
+            binary = build(architecture)
+            print(name, architecture, resources(binary), binary.metadata.shared, flush=True)
