@@ -12,12 +12,13 @@ from pathlib import Path
 
 from venus.cli import option, run
 from venus.collect import RolloutOptions, check_corpora, collect, jobs_of
+from venus.jsonl import read_jsonl, write_jsonl
 from venus.model import Qwen3Config
 from venus.record import print_plan, save_run
 from venus.rewards import exact_match, f1_score, format_valid_share
 from venus.stats import mean_ci, mean_pass_at_k, paired_difference_ci, tool_use
 from venus.tokenizer import ChatTokenizer
-from venus.trajectory import Question, Trajectory, read_jsonl, read_questions, read_trajectories, write_jsonl
+from venus.trajectory import Question, Trajectory, read_questions, read_trajectories
 from venus.weights import fingerprint, load_for_inference
 
 

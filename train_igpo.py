@@ -15,12 +15,14 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 from tqdm import tqdm
 
+from kernels.launch import KERNELS, choose_kernel
 from venus.batches import Document, batch_items, steps_per_epoch
 from venus.checkpoint import export_model, load_checkpoint, save_checkpoint
 from venus.cli import option, run
 from venus.collect import RolloutOptions, check_corpora, collect, jobs_of, rollout_metrics
 from venus.igpo import AdvantageConfig, TurnRewards, batch_advantages
 from venus.info_gain import score_turns
+from venus.jsonl import write_jsonl
 from venus.metrics import MetricsLogger
 from venus.model import ClippedPolicy, Qwen3, Qwen3Config
 from venus.parallel import World, clip_gradients, shard, unsharded
@@ -28,7 +30,7 @@ from venus.plan import kv_bytes, readable_bytes, training_bytes
 from venus.record import print_plan, save_run
 from venus.rewards import outcome_of
 from venus.tokenizer import ChatTokenizer
-from venus.trajectory import Outcome, Question, Trajectory, read_questions, write_jsonl
+from venus.trajectory import Outcome, Question, Trajectory, read_questions
 from venus.updates import backward, log_probs_of, policy_document, policy_metrics, with_weights
 from venus.weights import fingerprint, load_model
 
@@ -67,6 +69,7 @@ class IgpoConfig(RolloutOptions):
     weight_decay: float = option(0.01, help="AdamW")
     clip_norm: float = option(1.0, help="largest global gradient norm")
     max_tokens_per_micro_batch: int = option(32_768, help="packed tokens of one forward pass; a longer row runs alone", unit="tokens")
+    kernel: str = option("auto", help="auto is Triton on CUDA and torch elsewhere; which one it was stands in run.json", choices=KERNELS)
     # run
     seed: int = option(0, help="seed of the order of questions and of the sampling noise")
     save_every: int = option(5, help="steps between checkpoints; a run resumes from the latest", unit="steps")
@@ -97,6 +100,7 @@ def main(cfg: IgpoConfig) -> None:
         print_plan(cfg, plan(cfg, len(questions), num_steps))
         return
     world, output = World(), Path(cfg.output)
+    kernel = choose_kernel(cfg.kernel, world.device)
     bf16 = world.device.type == "cuda"
     model = shard(load_model(cfg.model, dtype=torch.float32, device=world.device), bf16=bf16)
     dtype = torch.bfloat16 if bf16 else torch.float32
@@ -106,7 +110,7 @@ def main(cfg: IgpoConfig) -> None:
     first_step = load_checkpoint(output / "checkpoints", model, optimizer)
     drop_partials(output / "rollouts", first_step, world)
     if world.is_main:
-        save_run(cfg, output, world_size=world.size, device=str(world.device))
+        save_run(cfg, output, world_size=world.size, device=str(world.device), kernel=kernel)
     console = ("success", "info_gain_mean", "format_valid_share", "turns", "browse_ratio", "kl", "grad_norm", "seconds_step")
     metrics = MetricsLogger(output, enabled=world.is_main, start_step=first_step, console=console, tensorboard=cfg.tensorboard, write=tqdm.write)
 
@@ -122,7 +126,7 @@ def main(cfg: IgpoConfig) -> None:
                     trajectory.outcome = graded(trajectory, cfg.reward)
                 score_turns(
                     model, tokenizer, [trajectory for trajectory in mine if trajectory.kept], ig_turns=cfg.ig_turns, ig_value=cfg.ig_value,
-                    ig_alias=cfg.ig_alias, max_tokens=cfg.max_tokens_per_micro_batch,
+                    ig_alias=cfg.ig_alias, max_tokens=cfg.max_tokens_per_micro_batch, kernel=kernel,
                 )  # fmt: skip
         trajectories = world.gather(mine)
         # 3. credit: rewards per turn -> advantages per turn, over the whole batch
@@ -204,7 +208,7 @@ def update_policy(
     cfg: IgpoConfig, model: Qwen3, reference: Qwen3 | None, optimizer: torch.optim.Optimizer, kept: list[Trajectory], step: int, world: World
 ) -> dict:
     """One optimizer step per mini-batch of the kept trajectories (Eq. 10); returns the metrics of the tokens."""
-    how = {"max_tokens": cfg.max_tokens_per_micro_batch, "world": world, "temperature": cfg.temperature}
+    how = {"max_tokens": cfg.max_tokens_per_micro_batch, "world": world, "temperature": cfg.temperature, "kernel": cfg.kernel}
     documents = [policy_document(trajectory) for trajectory in kept]
     extras = {"ref": log_probs_of(reference, documents, **how)} if reference is not None else {}
     if cfg.updates > 1:

@@ -4,8 +4,10 @@
     torchrun --nproc_per_node=8 train_sft.py ...
 """
 
+import hashlib
 import math
 import time
+from array import array
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 from tqdm import tqdm
 
+from kernels.launch import KERNELS, choose_kernel
 from venus.batches import Document, batch_items, steps_per_epoch
 from venus.checkpoint import export_model, load_checkpoint, save_checkpoint
 from venus.cli import option, run
@@ -35,6 +38,7 @@ class SftConfig:
     output: str = option(help="directory of checkpoints, metrics and the exported model")
     init: str = option("weights", help="start from the model's weights, or at random", choices=("weights", "random"))
     max_length: int = option(200_000, help="longer rows are left out, and counted", unit="tokens")
+    resample: str = option("on", help="on: a row stands in an epoch as often as its `weight` says; off: once", choices=("on", "off"))
     # optimisation
     epochs: float = option(1.0, help="passes over the data")
     batch_size: int = option(32, help="trajectories per optimizer step, over all processes")
@@ -47,6 +51,7 @@ class SftConfig:
     clip_norm: float = option(1.0, help="largest global gradient norm")
     loss_norm: str = option("token", help="mean over all loss tokens of a step, or over its sequences' token means", choices=("token", "sequence"))
     max_tokens_per_micro_batch: int = option(32_768, help="packed tokens of one forward pass; a longer row runs alone", unit="tokens")
+    kernel: str = option("auto", help="auto is Triton on CUDA and torch elsewhere; which one it was stands in run.json", choices=KERNELS)
     # run
     seed: int = option(0, help="seed of the random start and of the order of rows")
     save_every: int = option(100, help="steps between checkpoints; a run resumes from the latest", unit="steps")
@@ -67,16 +72,18 @@ def main(cfg: SftConfig) -> None:
         raise ValueError(f"{cfg.model}: the tokenizer has {tokenizer.vocab_size} ids, the model {vocab_size}: they do not belong together")
     documents, weights, num_long = read_documents(cfg, tokenizer)
     num_steps = max(1, round(cfg.epochs * steps_per_epoch(weights, cfg.batch_size)))
+    batch_items(weights, cfg.batch_size, seed=cfg.seed, step=0)  # fails here, and not after loading, when copies must meet in a batch
     if cfg.dry_run:
         print_plan(cfg, plan(cfg, documents, num_long, num_steps))
         return
     world, output = World(), Path(cfg.output)
+    kernel = choose_kernel(cfg.kernel, world.device)
     bf16 = world.device.type == "cuda"
     model = shard(start_model(cfg).to(world.device), bf16=bf16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), weight_decay=cfg.weight_decay)
     first_step = load_checkpoint(output / "checkpoints", model, optimizer)
     if world.is_main:
-        save_run(cfg, output, world_size=world.size, device=str(world.device))
+        save_run(cfg, output, world_size=world.size, device=str(world.device), kernel=kernel)
     console = ("loss", "lr", "grad_norm", "loss_tokens_per_second")
     metrics = MetricsLogger(output, enabled=world.is_main, start_step=first_step, console=console, tensorboard=cfg.tensorboard, write=tqdm.write)
 
@@ -85,7 +92,7 @@ def main(cfg: SftConfig) -> None:
         batch = [documents[i] for i in batch_items(weights, cfg.batch_size, seed=cfg.seed, step=step)]
         results = backward(
             model, with_weights(batch, cfg.loss_norm), lambda fields: WeightedNLL(fields["weights"]),
-            max_tokens=cfg.max_tokens_per_micro_batch, world=world,
+            max_tokens=cfg.max_tokens_per_micro_batch, world=world, kernel=kernel,
         )  # fmt: skip
         grad_norm = clip_gradients(model, cfg.clip_norm)
         if not math.isfinite(grad_norm):
@@ -109,9 +116,10 @@ def main(cfg: SftConfig) -> None:
 def read_documents(cfg: SftConfig, tokenizer: ChatTokenizer) -> tuple[list[Document], list[int], int]:
     """Tokenise the rows once: ids and a mask that is 1 on the assistant spans.
 
-    Returns the rows kept, how often each stands in an epoch (its `weight`), and the number of rows too long.
+    Returns the rows kept, how often each stands in an epoch, and the number of rows too long. Equal rows are copies of one trajectory,
+    written out, and become one document, so that they cannot share a batch.
     """
-    documents, weights, num_long = [], [], 0
+    documents, weights, places, num_long = [], [], {}, 0
     for row, encoded in tqdm(encode_rows(cfg.data, tokenizer), desc="tokenise", unit="row", disable=None, leave=False):
         if len(encoded.ids) > cfg.max_length:
             num_long += 1
@@ -119,8 +127,13 @@ def read_documents(cfg: SftConfig, tokenizer: ChatTokenizer) -> tuple[list[Docum
         mask = [0.0] * len(encoded.ids)
         for start, end in encoded.spans:
             mask[start:end] = [1.0] * (end - start)
-        documents.append(Document(encoded.ids, {"mask": mask}))
-        weights.append(whole_weight(row))
+        place = places.setdefault(hashlib.sha256(array("l", encoded.ids)).digest(), len(documents))
+        if place == len(documents):
+            documents.append(Document(encoded.ids, {"mask": mask}))
+            weights.append(0)
+        weights[place] += whole_weight(row)
+    if cfg.resample == "off":
+        weights = [min(1, weight) for weight in weights]
     if not any(weights):
         raise ValueError(f"{cfg.data}: no row with a weight and at most {cfg.max_length} tokens ({num_long} longer ones)")
     return documents, weights, num_long

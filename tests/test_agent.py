@@ -28,9 +28,10 @@ from hypothesis import strategies as st
 from venus import protocol
 from venus.agent import CUT_NOTICE, Job, Limits, ToolPool
 from venus.data import to_messages
+from venus.jsonl import append_jsonl
 from venus.protocol import LIMIT_MESSAGES, MALFORMED_MESSAGE, TIMEOUT_MESSAGE, assistant_text
 from venus.tools.base import ToolResult, ToolServiceError
-from venus.trajectory import STOP_REASONS, Trajectory, append_jsonl, read_trajectories
+from venus.trajectory import STOP_REASONS, Trajectory, read_trajectories
 
 TESTS = Path(__file__).resolve().parent
 FAILED = ToolResult("it failed", "error")

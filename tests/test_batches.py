@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from venus.attention import Layout
-from venus.batches import Document, batch_items, dummy_document, epoch_plan, micro_batches, pack, steps_per_epoch
+from venus.batches import Document, batch_items, dummy_document, epoch_batches, epoch_plan, micro_batches, pack, steps_per_epoch
 
 # Packing
 
@@ -120,5 +120,42 @@ def test_batches_follow_the_epochs_and_no_batch_crosses_from_one_into_the_next()
 
 
 def test_with_fewer_items_than_a_batch_an_epoch_is_one_batch_of_them_all():
-    assert steps_per_epoch([1, 2], 8) == 1
-    assert sorted(batch_items([1, 2], 8, seed=0, step=5)) == [0, 1, 1]
+    assert steps_per_epoch([1, 1], 8) == 1
+    assert sorted(batch_items([1, 1], 8, seed=0, step=5)) == [0, 1]
+
+
+# Copies
+
+
+def fills(weights, batch_size):
+    """Whether batches of different items can be filled at all: each item goes at most once into each (Gale and Ryser)."""
+    num_batches = steps_per_epoch(weights, batch_size)
+    return sum(min(weight, num_batches) for weight in weights) >= num_batches * min(batch_size, sum(weights))
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=12).filter(any), st.integers(1, 9), st.integers(0, 3), st.integers(0, 3))
+def test_copies_never_share_a_batch_wherever_that_is_possible_at_all(weights, batch_size, seed, epoch):
+    """Five copies of one trajectory in one batch of 32 are a step on that trajectory: what the released trainer did without --shuffle."""
+    if not fills(weights, batch_size):
+        with pytest.raises(ValueError, match="copies of a row must meet in a batch"):
+            epoch_batches(weights, batch_size, seed=seed, epoch=epoch)
+        return
+    batches = epoch_batches(weights, batch_size, seed=seed, epoch=epoch)
+    assert batches == epoch_batches(weights, batch_size, seed=seed, epoch=epoch)
+    assert len(batches) == steps_per_epoch(weights, batch_size)
+    assert all(len(batch) == len(set(batch)) == min(batch_size, sum(weights)) for batch in batches)
+    used = Counter(item for batch in batches for item in batch)
+    assert all(used[item] <= weight for item, weight in enumerate(weights))
+
+
+def test_copies_that_do_not_meet_leave_the_order_of_the_epoch_as_it_is():
+    weights = [1] * 30 + [2, 5]
+    plan = epoch_plan(weights, seed=0, epoch=0)
+    assert epoch_batches(weights, 4, seed=0, epoch=0) == [plan[k : k + 4] for k in range(0, 36, 4)]
+
+
+def test_the_papers_epoch_has_585_batches_of_32_different_trajectories():
+    """3,720 once, 4,400 twice and 1,245 five times are 18,745."""
+    weights = [1] * 3720 + [2] * 4400 + [5] * 1245
+    batches = epoch_batches(weights, 32, seed=0, epoch=0)
+    assert sum(weights) == 18745 and len(batches) == 585 and all(len(set(batch)) == 32 for batch in batches)

@@ -11,8 +11,9 @@ from agent_fakes import JOBS, SCRIPTS, fake_tools, model_agent, question, script
 from venus.agent import Job
 from venus.cli import option
 from venus.collect import RolloutOptions, check_corpora, collect, jobs_of
+from venus.jsonl import append_jsonl
 from venus.model import Qwen3Config
-from venus.trajectory import append_jsonl, read_trajectories
+from venus.trajectory import read_trajectories
 
 TESTS = Path(__file__).resolve().parent
 

@@ -65,7 +65,7 @@ def test_the_command_prints_a_line_per_file_and_a_total(tmp_path):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["stats", "absent", "--tokenizer", "."], "error: absent: no such .json or .jsonl file, nor a directory of them"),
+        (["stats", "absent", "--tokenizer", "."], "error: absent: no such .json, .jsonl or .parquet file, nor a directory of them"),
         (["stats", "rows.jsonl", "--tokenizer", "absent"], "error: absent: cannot read the tokenizer"),
         (["stats", "rows.jsonl", "--tokenizer", "."], "error: rows.jsonl:2: 1 messages that end with system"),
         (["stats", "rows.jsonl", "--tokeniser", "."], "error: the following arguments are required: --tokenizer"),

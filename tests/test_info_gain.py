@@ -15,9 +15,10 @@ import torch
 from venus.attention import Layout, Span
 from venus.data import from_messages
 from venus.info_gain import Cuts, cuts_of, score_cached, score_ground_truth, score_turns, score_uncached
+from venus.jsonl import write_jsonl
 from venus.model import Qwen3, Qwen3Config
 from venus.tokenizer import ChatTokenizer
-from venus.trajectory import Outcome, Trajectory, Turn, write_jsonl
+from venus.trajectory import Outcome, Trajectory, Turn
 from venus.weights import load_model, save_model
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -52,7 +53,7 @@ class Lookup:
         self.lm_head = SimpleNamespace(weight=torch.zeros(1))
         self.log_probs_VV = torch.tensor(probs_VV).log()
 
-    def token_log_probs(self, ids_BS, targets_BS, mask_BS, *, positions_BS=None, layout=None):
+    def token_log_probs(self, ids_BS, targets_BS, mask_BS, *, positions_BS=None, layout=None, **_):
         return torch.where(mask_BS, self.log_probs_VV[ids_BS, targets_BS], 0.0)
 
 
@@ -62,9 +63,9 @@ class Tampered:
     def __init__(self, model, tamper):
         self.lm_head, self.model, self.tamper = model.lm_head, model, tamper
 
-    def token_log_probs(self, ids_BS, targets_BS, mask_BS, *, positions_BS, layout):
+    def token_log_probs(self, ids_BS, targets_BS, mask_BS, *, positions_BS, layout, **how):
         ids, targets, mask, positions, layout = self.tamper(ids_BS, targets_BS, mask_BS, positions_BS, layout)
-        return self.model.token_log_probs(ids, targets, mask, positions_BS=positions, layout=layout)
+        return self.model.token_log_probs(ids, targets, mask, positions_BS=positions, layout=layout, **how)
 
 
 # One pass against passes of their own

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 import venus.collect
+from venus.jsonl import read_jsonl, write_jsonl
 from venus.model import Qwen3, Qwen3Config
-from venus.trajectory import Outcome, Question, Trajectory, Turn, read_jsonl, read_trajectories, write_jsonl
+from venus.trajectory import Outcome, Question, Trajectory, Turn, read_trajectories
 from venus.weights import copy_tokenizer_files, save_model
 from venus.world import WorldConfig, build
 

@@ -3,19 +3,8 @@ import json
 import pytest
 from chat_samples import needs_data, qwen
 
-from venus.trajectory import (
-    Outcome,
-    Question,
-    RolloutGroup,
-    Trajectory,
-    Turn,
-    append_jsonl,
-    read_jsonl,
-    read_questions,
-    read_trajectories,
-    repair_tail,
-    write_jsonl,
-)
+from venus.jsonl import append_jsonl, read_jsonl, repair_tail, write_jsonl
+from venus.trajectory import Outcome, Question, Trajectory, Turn, read_questions, read_trajectories
 
 
 def make(**changes) -> Trajectory:
@@ -119,12 +108,6 @@ def test_a_bad_trajectory_row_is_an_error_with_file_and_line(tmp_path, changes, 
     write_jsonl(tmp_path / "t.jsonl", [make().to_json(), {**make().to_json(), **changes}])
     with pytest.raises(ValueError, match=f"t.jsonl:2: .*{message}"):
         read_trajectories(tmp_path / "t.jsonl")
-
-
-def test_a_group_holds_one_question():
-    asked = Question("other", "Q?", ("a",))
-    with pytest.raises(ValueError, match="q/1 in the group of question other"):
-        RolloutGroup(asked, (make(),))
 
 
 def test_a_corpus_path_is_relative_to_its_question_file(tmp_path):

@@ -74,7 +74,7 @@ class TokenLosses(torch.nn.Module):
         super().__init__()
         self.scale, self.losses = torch.nn.Parameter(torch.ones(())), torch.tensor(losses)
 
-    def token_loss(self, ids_BS, targets_BS, *, loss, positions_BS, layout, temperature):
+    def token_loss(self, ids_BS, targets_BS, *, loss, positions_BS, layout, temperature, kernel):
         rows = loss.weights_BS.flatten().nonzero()[:, 0]
         log_probs_N = -self.scale * self.losses[targets_BS.flatten()[rows]]
         return TokenLoss(loss.value(log_probs_N, rows).sum(), targets_BS, targets_BS)
@@ -194,7 +194,7 @@ class FreeLogits(torch.nn.Module):
         super().__init__()
         self.logits_NV = torch.nn.Parameter(torch.randn(10, 64, generator=torch.Generator().manual_seed(0)))
 
-    def token_loss(self, ids_BS, targets_BS, *, loss, positions_BS, layout, temperature):
+    def token_loss(self, ids_BS, targets_BS, *, loss, positions_BS, layout, temperature, kernel):
         rows = loss.weights_BS.flatten().nonzero()[:, 0]
         log_probs_N = (self.logits_NV / temperature).log_softmax(-1)[rows, targets_BS.flatten()[rows]]
         return TokenLoss(loss.value(log_probs_N, rows).sum(), targets_BS, targets_BS)

@@ -13,12 +13,14 @@ import pytest
 from tokenizers import Tokenizer
 
 from venus import protocol
+from venus.clean import CleanConfig, clean_row
 from venus.experts import ANSWER_SENTENCE
+from venus.jsonl import read_jsonl
 from venus.model import Qwen3Config
-from venus.protocol import call_signature, parse_action
+from venus.protocol import TIMEOUT_MESSAGE, call_signature, parse_action
 from venus.tokenizer import ChatTokenizer
 from venus.tools.offline import offline_tools
-from venus.trajectory import read_jsonl, read_questions
+from venus.trajectory import read_questions
 from venus.world import RELATIONS, Chain, Web, WorldConfig, build, draw_names, find_chains, make_pages, make_web, share
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,8 +46,15 @@ def assistant(row):
     return [message["content"] for message in row["messages"] if message["role"] == "assistant"]
 
 
+def raw(world, *names):
+    return [row for name in names or ("train", "dev", "3hop", "long") for row in rows(world / "raw" / f"{name}.jsonl")]
+
+
 def sft(world, *names):
-    return [row for name in names or ("train", "dev", "3hop", "long") for row in rows(world / "sft" / f"{name}.jsonl")]
+    """The raw rows as the cleaner leaves them."""
+    config = CleanConfig(input=("in",), output="out", system_prompt="short", judge="none", validation=0.0)
+    right = [row for row in raw(world, *names) if protocol.extract_prediction(assistant(row)[-1]) == row["meta"]["answer"]]
+    return [json.loads(clean_row(config, "row", row).lines[0][1]) for row in right]
 
 
 def digest(directory):
@@ -74,7 +83,7 @@ def test_another_seed_makes_other_webs_but_the_same_tokenizer(tmp_path, world):
     build(WorldConfig(out=str(tmp_path / "w"), seed=4, **SMALL))
     ours, other = digest(world), digest(tmp_path / "w")
     differing = {name for name in ours if ours[name] != other[name]}
-    assert {Path(name).parts[0] for name in differing} == {"corpora", "questions", "sft", "raw", "manifest.json"}
+    assert {Path(name).parts[0] for name in differing} == {"corpora", "questions", "raw", "manifest.json"}
 
 
 def test_more_webs_leave_the_others_as_they_are(tmp_path, world):
@@ -86,7 +95,7 @@ def test_every_file_has_its_rows(world):
     counts = json.loads((world / "manifest.json").read_text())["rows"]
     assert counts == {str(path.relative_to(world)): len(rows(path)) for path in world.rglob("*.jsonl") if "corpora" not in path.parts}
     assert counts["questions/train.jsonl"] == 80 and counts["questions/test.jsonl"] == counts["questions/dev_3hop.jsonl"] == 40
-    assert (counts["sft/train.jsonl"], counts["sft/dev.jsonl"], counts["sft/3hop.jsonl"]) == (300, 12, 15)
+    assert [len(sft(world, name)) for name in ("train", "dev", "3hop")] == [300, 12, 15]
 
 
 def test_a_directory_that_holds_something_else_is_left_alone(tmp_path):
@@ -217,7 +226,7 @@ def test_stale_pages_of_a_long_web_only_end_the_line_early(world):
 def test_no_expert_answers_a_train_question(world):
     files = [world / "questions" / f"{name}.jsonl" for name in ("train", "train_3hop", "dev", "dev_3hop")]
     asked = {(row["meta"]["web"], row["question"]) for file in files for row in rows(file)}
-    assert asked.isdisjoint((row["meta"]["web"], row["question"]) for row in rows(world / "raw" / "experts.jsonl"))
+    assert asked.isdisjoint((row["meta"]["web"], row["meta"]["question"]) for row in raw(world))
 
 
 def test_shares_add_up():
@@ -227,18 +236,20 @@ def test_shares_add_up():
 # --- experts --------------------------------------------------------------------------------------------------------------------------
 
 
-def test_sft_rows_are_correct_strictly_valid_and_free_of_duplicates(world):
+def test_cleaned_rows_are_right_and_strictly_valid_and_repeat_no_call_that_succeeded(world):
     for row in sft(world):
         actions = [parse_action(content) for content in assistant(row)]
         assert [message["role"] for message in row["messages"]] == ["system"] + ["user", "assistant"] * len(actions)
         assert row["messages"][0]["content"] == protocol.system_prompt("short") and row["messages"][1]["content"] == row["question"]
         assert all(action.kind in ("search", "visit") for action in actions[:-1]) and actions[-1].answer == row["gt"]
-        assert len(set(map(call_signature, actions[:-1]))) == len(actions) - 1
+        observed = [message["content"] for message in row["messages"][3::2]]
+        done = [call_signature(action) for action, text in zip(actions, observed, strict=False) if TIMEOUT_MESSAGE(120) not in text]
+        assert len(set(done)) == len(done) > 0
 
 
 def test_sft_observations_are_those_of_a_rollout_byte_for_byte(world):
     tools = offline_tools()
-    for row in rows(world / "raw" / "experts.jsonl")[::10]:
+    for row in raw(world)[::10]:
         corpus = str(world / "corpora" / f"{row['meta']['web']}.jsonl")
         for call, observation in zip(row["messages"][1::2], row["messages"][2::2], strict=False):
             action = parse_action(call["content"])
@@ -248,12 +259,11 @@ def test_sft_observations_are_those_of_a_rollout_byte_for_byte(world):
 
 
 def test_raw_rows_carry_what_cleaning_removes(world):
-    raw = rows(world / "raw" / "experts.jsonl")
     malformed, tools = ("bad_json", "two_actions", "no_action"), ("PythonInterpreter", "google_scholar")
     found = dict.fromkeys((*malformed, *tools, "wrong", "nested", "repeat", "retry"), 0)
-    for row in raw:
+    for row in raw(world):
         contents = assistant(row)
-        found["wrong"] += protocol.extract_prediction(contents[-1]) != row["gt"]
+        found["wrong"] += protocol.extract_prediction(contents[-1]) != row["meta"]["answer"]
         found["nested"] += parse_action(contents[-1]).reason == "nested_answer"
         for content, observation, following in zip(contents[:-1], row["messages"][2::2], contents[1:], strict=True):
             reason = parse_action(content).reason
@@ -269,7 +279,7 @@ def test_raw_rows_carry_what_cleaning_removes(world):
 
 def test_a_call_that_timed_out_is_repeated_with_success(world):
     """A cleaner that keeps the first of equal calls would keep the failure: the raw rows must hold that case."""
-    for row in rows(world / "raw" / "experts.jsonl"):
+    for row in raw(world):
         for at, message in enumerate(row["messages"]):
             if message["role"] == "user" and "timed out" in message["content"]:
                 assert row["messages"][at + 1]["content"] == row["messages"][at - 1]["content"]
@@ -279,9 +289,9 @@ def test_a_call_that_timed_out_is_repeated_with_success(world):
 def test_three_in_ten_experts_close_with_exactly_the_answer_prefix(world):
     """Information gain is measured behind ANSWER_PREFIX: the policy must have seen it, token by token."""
     tokenizer = ChatTokenizer(world / "model")
-    raw = rows(world / "raw" / "experts.jsonl")
-    closing = [row for row in raw if ANSWER_SENTENCE in assistant(row)[-1]]
-    assert 0.22 <= len(closing) / len(raw) <= 0.38
+    experts = raw(world)
+    closing = [row for row in experts if ANSWER_SENTENCE in assistant(row)[-1]]
+    assert 0.22 <= len(closing) / len(experts) <= 0.38
     for row in sft(world, "train"):
         if ANSWER_SENTENCE in assistant(row)[-1]:
             suffix = tokenizer.encode(protocol.ANSWER_SUFFIX) + [tokenizer.im_end_id]

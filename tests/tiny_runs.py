@@ -6,7 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from venus.trajectory import write_jsonl
+from venus.clean import CleanConfig, clean_row
+from venus.jsonl import read_jsonl, write_jsonl
+from venus.judge import match
 from venus.world import WorldConfig, build
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,8 +46,11 @@ def tiny_world(tmp_path_factory) -> Path:
     if not world.exists():
         counts = {"train_questions": 8, "questions_per_split": 2, "sft_rows": 20}
         build(WorldConfig(out=str(world), train_webs=1, dev_webs=1, test_webs=1, long_webs=0, **counts))
-        rows = (world / "sft" / "train.jsonl").read_text().splitlines()
-        few = [row for row in map(json.loads, rows) if len(row["messages"]) == 7][:6]
+        config = CleanConfig(input=("in",), output="out", system_prompt="short", judge="match", validation=0.0)
+        accounts = [clean_row(config, where, row) for where, row in read_jsonl(world / "raw" / "train.jsonl")]
+        rows = [json.loads(a.lines[0][1]) for a in accounts if a.lines and not a.removed and match([a.case])[0].verdict == "correct"]
+        few = [row for row in rows if len(row["messages"]) == 7][:6]
+        (world / "sft").mkdir()
         write_jsonl(world / "sft" / "few.jsonl", few)
         asked = [{"id": f"q{k}", "question": row["question"], "ground_truth": row["gt"]} for k, row in enumerate(few)]
         write_jsonl(world / "questions" / "few.jsonl", [{**question, "corpus": "../corpora/train-000.jsonl"} for question in asked])

@@ -79,22 +79,41 @@ def dummy_document(names: Iterable[str]) -> Document:
 
 
 def epoch_plan(weights: Sequence[int], *, seed: int, epoch: int) -> list[int]:
-    """The order of one epoch, which holds item i weights[i] times; it depends on (seed, epoch) only.
-
-    The w copies of an item stand 1/w of the epoch apart, so they do not meet in a batch unless it holds that much of the epoch.
-    """
+    """The order of one epoch, which holds item i weights[i] times, 1/weights[i] of the epoch apart; it depends on (seed, epoch) only."""
     offsets = np.random.default_rng((seed, epoch)).random(len(weights))
     places = [((copy + offset) / weight, item) for item, (weight, offset) in enumerate(zip(weights, offsets, strict=True)) for copy in range(weight)]
     return [item for _, item in sorted(places)]
 
 
+def epoch_batches(weights: Sequence[int], batch_size: int, *, seed: int, epoch: int) -> list[list[int]]:
+    """The optimizer batches of one epoch, none of which holds an item twice: `epoch_plan` cut up, unless copies meet in one of its batches.
+
+    Then the copies are dealt, an item's one after the other, one to each batch in turn: with no more copies than batches no two of an item
+    meet (McNaughton's rule), and copies beyond that number are left out. ValueError when even so the batches cannot be filled.
+    """
+    plan, num_batches = epoch_plan(weights, seed=seed, epoch=epoch), steps_per_epoch(weights, batch_size)
+    size = min(batch_size, len(plan))
+    batches = [plan[size * number : size * (number + 1)] for number in range(num_batches)]
+    if all(len(set(batch)) == size for batch in batches):
+        return batches
+    usable = [min(weight, num_batches) for weight in weights]
+    surplus = sum(usable) - num_batches * size
+    if surplus < 0:
+        raise ValueError(f"copies of a row must meet in a batch: {len(weights)} rows, {num_batches} batches of {size}; lower the batch size or the weights")
+    rng = np.random.default_rng((seed, epoch, num_batches))
+    copies = [int(item) for item in rng.permutation(len(weights)) for _ in range(usable[item])]
+    left_out = set(rng.choice(len(copies), surplus, replace=False).tolist())
+    copies = [item for place, item in enumerate(copies) if place not in left_out]
+    return [copies[int(number) :: num_batches] for number in rng.permutation(num_batches)]
+
+
 def batch_items(weights: Sequence[int], batch_size: int, *, seed: int, step: int) -> list[int]:
-    """The items of optimizer step `step` (0, 1, ..). Epochs follow one another and no batch crosses from one into the next.
+    """The items of optimizer step `step` (0, 1, ..), all different. Epochs follow one another and no batch crosses from one into the next.
 
     The last, incomplete batch of an epoch is left out; with fewer items than `batch_size` an epoch is one batch of them all.
     """
     epoch, number = divmod(step, steps_per_epoch(weights, batch_size))
-    return epoch_plan(weights, seed=seed, epoch=epoch)[number * batch_size : (number + 1) * batch_size]
+    return epoch_batches(weights, batch_size, seed=seed, epoch=epoch)[number]
 
 
 def steps_per_epoch(weights: Sequence[int], batch_size: int) -> int:

@@ -11,13 +11,14 @@ from tqdm import tqdm
 from venus import protocol
 from venus.agent import Agent, Job, Limits
 from venus.cli import option
+from venus.jsonl import append_jsonl, repair_tail
 from venus.model import Qwen3, Qwen3Config
 from venus.plan import kv_bytes, readable_bytes
 from venus.rewards import exact_match, format_valid_share
 from venus.sampler import Sampler, SamplingParams
 from venus.tokenizer import ChatTokenizer
 from venus.tools.offline import CorpusCache, offline_tools
-from venus.trajectory import Question, Trajectory, append_jsonl, read_trajectories, repair_tail
+from venus.trajectory import Question, Trajectory, read_trajectories
 
 
 def jobs_of(questions: Sequence[Question], num_samples: int) -> list[Job]:

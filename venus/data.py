@@ -1,41 +1,23 @@
-"""SFT rows in the released form {question, gt, messages, weight?}: reading, converting, counting.
+"""SFT rows in the released form {question, gt, messages, weight?}: reading, converting, counting; and question sets of others in our form.
 
-`python -m venus.data stats PATH --tokenizer PATH` prints, per file, what the rows hold.
+    python -m venus.data stats PATH --tokenizer PATH        per file, what the rows hold
+    python -m venus.data questions PATH.. --output FILE     {problem, answer}, the released RL schema or our JSONL -> our JSONL
 """
 
 import argparse
 import hashlib
-import json
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from venus import protocol
+from venus.jsonl import write_jsonl
+from venus.rows import aliases_of, row_files, rows_of
 from venus.tokenizer import ChatTokenizer, Encoded
-from venus.trajectory import Outcome, Trajectory, Turn, read_jsonl
+from venus.trajectory import Outcome, Question, Trajectory, Turn
 
 COLUMNS = ("rows", "turns", "searches", "visits", "tokens", "loss tokens", "strict-valid")
-
-
-def _files(path: str | os.PathLike) -> list[Path]:
-    root = Path(path)
-    files = sorted(f for f in root.iterdir() if f.suffix in (".json", ".jsonl")) if root.is_dir() else [root]
-    if not files or not files[0].is_file():
-        raise ValueError(f"{root}: no such .json or .jsonl file, nor a directory of them")
-    return files
-
-
-def _rows_of(file: Path) -> Iterator[tuple[str, dict]]:
-    """Yield ("file:line", row) of one file: a .json file holds one row (or a list of them), a .jsonl file one per line."""
-    if file.suffix == ".jsonl":
-        yield from read_jsonl(file)
-        return
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file}:{getattr(error, 'lineno', 1)}: not JSON: {error}") from None
-    yield from ((f"{file}[{k}]", row) for k, row in enumerate(content)) if isinstance(content, list) else [(f"{file}:1", content)]
 
 
 def _checked(where: str, row: object) -> dict:
@@ -54,8 +36,8 @@ def _checked(where: str, row: object) -> dict:
 
 def encode_rows(path: str | os.PathLike, tokenizer: ChatTokenizer) -> Iterator[tuple[dict, Encoded]]:
     """Yield the SFT rows of a file or directory (in name order) with their encodings; ValueError names file and line of a bad row."""
-    for file in _files(path):
-        for where, raw in _rows_of(file):
+    for file in row_files(path):
+        for where, raw in rows_of(file):
             row = _checked(where, raw)
             try:
                 encoded = tokenizer.encode_messages(row["messages"])
@@ -65,8 +47,8 @@ def encode_rows(path: str | os.PathLike, tokenizer: ChatTokenizer) -> Iterator[t
 
 
 def load_rows(path: str | os.PathLike) -> list[dict]:
-    """Read SFT rows from a .json or .jsonl file or a directory of them (in name order); ValueError names file and line."""
-    return [_checked(where, row) for file in _files(path) for where, row in _rows_of(file)]
+    """Read SFT rows from a .json, .jsonl or .parquet file or a directory of them (in name order); ValueError names file and line."""
+    return [_checked(where, row) for file in row_files(path) for where, row in rows_of(file)]
 
 
 def from_messages(row: dict, tokenizer: ChatTokenizer) -> Trajectory:
@@ -133,7 +115,7 @@ def count_file(file: Path, tokenizer: ChatTokenizer) -> list[int]:
 
 def stats(path: str, tokenizer_path: str) -> None:
     """Print the COLUMNS of every file under `path` and their sum."""
-    files, tokenizer = _files(path), ChatTokenizer(tokenizer_path)
+    files, tokenizer = row_files(path), ChatTokenizer(tokenizer_path)
     width = max(len(file.name) for file in files) + 2
     print("file".ljust(width) + "".join(name.rjust(14) for name in COLUMNS))
     totals = [0] * len(COLUMNS)
@@ -142,6 +124,42 @@ def stats(path: str, tokenizer_path: str) -> None:
         totals = [total + count for total, count in zip(totals, counts, strict=True)]
         print(file.name.ljust(width) + "".join(f"{count:14,}" for count in counts))
     print("total".ljust(width) + "".join(f"{count:14,}" for count in totals))
+
+
+def to_question(row: object, where: str, name: str, source: Path, output: Path) -> Question:
+    """Read a question of REDSearcher-RL (`problem`, `answer`; also `question`, `answer`), the released RL parquet, or ours; the rest is meta.
+
+    name: the id of a question that has none. A corpus path, relative to the file it stands in, is made relative to the output file.
+    """
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: a question must be a JSON object, not {str(row)[:80]!r}")
+    if "ground_truth" in row:
+        corpus = {"corpus": os.path.relpath(source.parent / row["corpus"], output.parent)} if isinstance(row.get("corpus"), str) else {}
+        return Question.from_json({"id": name, **row, **corpus}, where)
+    if "reward_model" in row:
+        asked = [m["content"] for m in row.get("prompt") or () if isinstance(m, dict) and m.get("role") == "user" and isinstance(m.get("content"), str)]
+        question, answer = asked[-1] if asked else None, (row["reward_model"] or {}).get("ground_truth")
+        used = {"prompt", "reward_model"}
+    else:
+        key = "problem" if "problem" in row else "question"
+        question, answer, used = row.get(key), row.get("answer"), {key, "answer", "id"}
+    meta = {key: value for key, value in row.items() if key not in used and value is not None}
+    given = {"id": str(row.get("id", name)), "question": question, "ground_truth": aliases_of(answer) or answer, "meta": meta}
+    return Question.from_json(given, where)
+
+
+def convert_questions(paths: list[str], output: str) -> None:
+    """Write the questions of all files to `output` in our form. ValueError: a bad row, no row, an id that occurs twice."""
+    questions: dict[str, Question] = {}
+    for file in (file for path in paths for file in row_files(path)):
+        for number, (where, row) in enumerate(rows_of(file)):
+            question = to_question(row, where, f"{file.stem}-{number:05d}", file, Path(output))
+            if questions.setdefault(question.id, question) is not question:
+                raise ValueError(f"{where}: id {question.id!r} occurs twice; ids must be unique")
+    if not questions:
+        raise ValueError(f"{paths[0]}: no questions in the input")
+    write_jsonl(output, (question.to_json() for question in questions.values()))
+    print(f"{output}: {len(questions):,} questions, {sum(len(q.ground_truth) for q in questions.values()):,} accepted answers")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -154,11 +172,17 @@ def main(argv: list[str] | None = None) -> None:
     parser = _Parser(prog="python -m venus.data", description="SFT rows and RL questions", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("stats", help="count turns, tool calls, tokens, loss tokens and strict-valid turns per file")
-    command.add_argument("path", metavar="PATH", help=".json or .jsonl file of SFT rows, or a directory of them")
+    command.add_argument("path", metavar="PATH", help=".json, .jsonl or .parquet file of SFT rows, or a directory of them")
     command.add_argument("--tokenizer", required=True, metavar="PATH", help="tokenizer.json or a directory with it")
+    command = commands.add_parser("questions", help="write question sets of other forms as our JSONL {id, question, ground_truth, meta}")
+    command.add_argument("paths", metavar="PATH", nargs="+", help=".json, .jsonl or .parquet file of questions, or a directory of them")
+    command.add_argument("--output", required=True, metavar="FILE", help="the JSONL file to write")
     args = parser.parse_args(argv)
     try:
-        stats(args.path, args.tokenizer)
+        if args.command == "stats":
+            stats(args.path, args.tokenizer)
+        else:
+            convert_questions(args.paths, args.output)
     except (ValueError, OSError) as error:
         print("error:", error, file=sys.stderr)
         sys.exit(2)

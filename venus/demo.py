@@ -1,4 +1,4 @@
-"""The whole recipe on a laptop: world -> SFT -> eval -> IGPO -> eval, each stage a command that is printed before it runs.
+"""The whole recipe on a laptop: world -> clean -> SFT -> eval -> IGPO -> eval, each stage a command that is printed before it runs.
 
     python -m venus.demo [--seed S]     about ten minutes on two cores
     python -m venus.demo --smoke        the same path with tiny budgets
@@ -16,11 +16,12 @@ from pathlib import Path
 
 from venus.cli import option, run
 from venus.data import to_messages
+from venus.jsonl import read_jsonl
 from venus.model import Qwen3, Qwen3Config
 from venus.plot_svg import write_svg_curve
 from venus.record import save_run
 from venus.tokenizer import ChatTokenizer
-from venus.trajectory import Trajectory, read_jsonl, read_trajectories
+from venus.trajectory import Trajectory, read_trajectories
 from venus.weights import copy_tokenizer_files, save_model
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -63,8 +64,10 @@ def main(cfg: DemoConfig) -> None:
     world, seed = out / "world", ("--seed", str(cfg.seed))
     stage(out, "world", ["-m", "venus.world", "build", "--out", str(world), *seed, *budget.world], done=world / "manifest.json")
     start = random_model(world / "model", out / "random", cfg.seed)
+    rows = clean(out, "train", seed)
+    clean(out, "long", seed)  # its experts take 20 to 120 turns, so that resampling has something to do; nothing is trained on it
     stage(out, "sft", [
-        "train_sft.py", "--model", str(world / "model"), "--init", "random", "--data", str(world / "sft" / "train.jsonl"), "--output", str(out / "sft"),
+        "train_sft.py", "--model", str(world / "model"), "--init", "random", "--data", str(rows), "--output", str(out / "sft"),
         "--epochs", str(budget.sft_epochs), "--batch-size", "8", "--lr", "2e-3", "--beta2", "0.98", "--warmup-ratio", "0.03",
         "--min-lr-ratio", "0.05", "--save-every", "200", "--log-every", "50", *STEPS_FLAGS, *seed,
     ])  # fmt: skip
@@ -109,6 +112,16 @@ def stage(out: Path, name: str, command: list[str], done: Path | None = None) ->
     path = out / "seconds.json"
     seconds = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     write_json(path, seconds | {name: seconds.get(name, 0.0) + time.monotonic() - started})
+
+
+def clean(out: Path, name: str, seed: tuple[str, str]) -> Path:
+    """Clean the experts' raw trajectories of one kind; return the SFT rows."""
+    world, rows = out / "world", out / f"clean_{name}"
+    stage(out, f"clean {name}", [
+        "-m", "venus.clean", "--input", str(world / "raw" / f"{name}.jsonl"), "--output", str(rows), "--system-prompt", "short",
+        "--tokenizer", str(world / "model"), "--max-length", "8192", "--validation", "0", *seed,
+    ], done=rows / "stats.json")  # fmt: skip
+    return rows / "train.jsonl"
 
 
 def random_model(source: Path, directory: Path, seed: int) -> Path:

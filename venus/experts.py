@@ -100,15 +100,6 @@ class Expert:
         return rows
 
 
-def is_clean(messages: list[dict], answer: str) -> bool:
-    """Whether a trajectory is correct and every turn strictly valid, with no call twice: what may go into the SFT rows as it is."""
-    actions = [protocol.parse_action(message["content"]) for message in messages if message["role"] == "assistant"]
-    if not all(action.format_ok for action in actions) or actions[-1].answer != answer:
-        return False
-    signatures = [protocol.call_signature(action) for action in actions[:-1]]
-    return len(set(signatures)) == len(signatures)
-
-
 def run_expert(
     question: str, entity: str, relations: tuple[str, ...], habits: Habits, tools: dict[str, Tool], corpus: str, rng: random.Random
 ) -> list[dict]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from tqdm import tqdm
 
+from kernels.launch import KERNELS
 from venus import cli
 from venus.attention import CachedLayout, Layout, Span
 from venus.cache import KVCache
@@ -57,11 +58,15 @@ def cuts_of(trajectory: Trajectory, scored: Sequence[bool], tokenizer: ChatToken
 
 
 @torch.no_grad()
-def score_ground_truth(model: Qwen3, items: Sequence[Cuts], *, max_tokens: int = 65536) -> list[list[float]]:
-    """v at every cut of every item (nats), packed into forwards of about `max_tokens` tokens (a longer item runs alone)."""
+def score_ground_truth(model: Qwen3, items: Sequence[Cuts], *, max_tokens: int = 65536, kernel: str = "auto") -> list[list[float]]:
+    """v at every cut of every item (nats), packed into forwards of at most `max_tokens` tokens; a longer item runs alone, in chunks over a cache.
+
+    Memory is linear in tokens: activations of one chunk, and with a longer item the keys and values of all its rows. kernel "triton" attends through
+    the branch kernel and scores through the fused cross-entropy, "torch" through SDPA and chunks, "auto" is Triton on CUDA.
+    """
     values: list[list[float]] = []
     for pack in _packs(items, max_tokens):
-        values += _score_pack(model, pack)
+        values += _score_pack(model, pack, max_tokens, kernel)
     return values
 
 
@@ -77,7 +82,7 @@ def _packs(items: Sequence[Cuts], max_tokens: int):
         yield pack
 
 
-def _score_pack(model: Qwen3, items: Sequence[Cuts]) -> list[list[float]]:
+def _score_pack(model: Qwen3, items: Sequence[Cuts], max_tokens: int, kernel: str) -> list[list[float]]:
     ids, positions, targets, spans, answer_rows = [], [], {}, [], []
     for item in items:
         doc, trunk = len(ids), max(item.cuts, default=0)
@@ -99,16 +104,34 @@ def _score_pack(model: Qwen3, items: Sequence[Cuts]) -> list[list[float]]:
         return [[] for _ in items]
     device = model.lm_head.weight.device
     targets_1N = torch.tensor([[targets.get(row, -1) for row in range(len(ids))]], device=device)
-    log_probs_N = model.token_log_probs(
-        torch.tensor([ids], device=device), targets_1N, targets_1N >= 0, positions_BS=torch.tensor([positions], device=device), layout=Layout(tuple(spans))
-    )[0].double().cpu()  # fmt: skip
+    ids_1N, positions_1N = torch.tensor([ids], device=device), torch.tensor([positions], device=device)
+    cache = _new_cache(model, len(ids)) if len(ids) > max_tokens else None
+    chunks = []
+    for first in range(0, len(ids), max_tokens):
+        part = slice(first, first + max_tokens)
+        chunks.append(model.token_log_probs(
+            ids_1N[:, part], targets_1N[:, part], targets_1N[:, part] >= 0, positions_BS=positions_1N[:, part], layout=Layout(tuple(spans), first),
+            cache=cache, kernel=kernel,
+        )[0])  # fmt: skip
+    log_probs_N = torch.cat(chunks).double().cpu()
     means = iter([log_probs_N[rows].mean().item() for rows in answer_rows])
     return [[next(means) for _ in item.cuts] for item in items]
 
 
+def _new_cache(model: Qwen3, capacity: int) -> KVCache:
+    """A cache of one row with room for `capacity` tokens, all of it at once: growing would copy."""
+    config, weight = model.config, model.lm_head.weight
+    cache = KVCache(
+        num_layers=config.num_hidden_layers, num_rows=1, capacity=capacity, num_kv_heads=config.num_key_value_heads, head_dim=config.head_dim,
+        dtype=weight.dtype, device=weight.device,
+    )  # fmt: skip
+    cache.reserve(capacity)
+    return cache
+
+
 def score_turns(
     model: Qwen3, tokenizer: ChatTokenizer, trajectories: Sequence[Trajectory], *, ig_turns: str, ig_value: str = "log_prob", ig_alias: str = "first",
-    max_tokens: int = 65536,
+    max_tokens: int = 65536, kernel: str = "auto",
 ) -> None:  # fmt: skip
     """Write the information gain of every turn that `igpo.scored_turns` chooses into the trajectories, in place; the other turns get None.
 
@@ -120,7 +143,7 @@ def score_turns(
     todo = [(t, mask) for t, mask in zip(trajectories, chosen, strict=True) if any(mask)]
     aliases = [t.ground_truth if ig_alias == "max" else t.ground_truth[:1] for t, _ in todo]
     items = [cuts_of(t, mask, tokenizer, alias) for (t, mask), names in zip(todo, aliases, strict=True) for alias in names]
-    values = iter(score_ground_truth(model, items, max_tokens=max_tokens))
+    values = iter(score_ground_truth(model, items, max_tokens=max_tokens, kernel=kernel))
     for (trajectory, mask), names in zip(todo, aliases, strict=True):
         baseline, *after = (max(column) for column in zip(*(next(values) for _ in names), strict=True))
         scores = iter(after)
@@ -144,12 +167,8 @@ def score_uncached(model: Qwen3, item: Cuts) -> list[float]:
 @torch.no_grad()
 def score_cached(model: Qwen3, item: Cuts) -> list[float]:
     """The released trainer's loop: one cache for the trunk; at every cut its last token is run again, with the branch, which is then forgotten."""
-    config, weight = model.config, model.lm_head.weight
     branch, num_answer = [*item.prefix, *item.answer[:-1]], len(item.answer)
-    cache = KVCache(
-        num_layers=config.num_hidden_layers, num_rows=1, capacity=max(item.cuts, default=0) + len(branch), num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim, dtype=weight.dtype, device=weight.device,
-    )  # fmt: skip
+    cache = _new_cache(model, max(item.cuts, default=0) + len(branch))
     values = []
     for cut in item.cuts:
         cache.truncate(0, min(cut - 1, cache.lengths[0]))
@@ -158,7 +177,7 @@ def score_cached(model: Qwen3, item: Cuts) -> list[float]:
             cache.advance(0, cut - 1 - cache.lengths[0])
         hidden_SD = _extend(model, cache, [item.ids[cut - 1], *branch])  # not advanced: the branch never becomes visible
         log_softmax_LV = torch.log_softmax(model.logits(hidden_SD[-num_answer:]), dim=-1)
-        answer_L1 = torch.tensor(list(item.answer), device=weight.device)[:, None]
+        answer_L1 = torch.tensor(list(item.answer), device=hidden_SD.device)[:, None]
         values.append(log_softmax_LV.gather(-1, answer_L1).double().mean().item())
     return values
 
@@ -175,6 +194,7 @@ class ScoreConfig:
     trajectories: str = cli.option(help="trajectories.jsonl with ground truth")
     model: str = cli.option(help="Hugging Face directory: config.json, safetensors, tokenizer.json")
     max_tokens: int = cli.option(65536, help="tokens of one packed forward pass", unit="tokens")
+    kernel: str = cli.option("auto", help="auto is Triton on CUDA and torch elsewhere", choices=KERNELS)
 
 
 def score_command(cfg: ScoreConfig) -> None:
@@ -182,7 +202,7 @@ def score_command(cfg: ScoreConfig) -> None:
     model, tokenizer = load_for_inference(cfg.model), ChatTokenizer(cfg.model)
     for trajectory in tqdm(read_trajectories(cfg.trajectories), desc="score", unit="trajectory", disable=None):
         scored = [k + 1 < len(trajectory.turns) for k in range(len(trajectory.turns))]
-        values = score_ground_truth(model, [cuts_of(trajectory, scored, tokenizer)], max_tokens=cfg.max_tokens)[0]
+        values = score_ground_truth(model, [cuts_of(trajectory, scored, tokenizer)], max_tokens=cfg.max_tokens, kernel=cfg.kernel)[0]
         print(f"{trajectory.id}  {trajectory.question[:100]!r}  ground truth {trajectory.ground_truth[0]!r}")
         print(f"  {'question':<10} {'':<8} v {values[0]:9.4f}")
         for k, turn in enumerate(trajectory.turns[:-1]):

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.cross_entropy import fp32_logits, linear_log_probs, linear_token_loss
-from venus.attention import CachedLayout, Layout, attend
+from venus.attention import CachedLayout, Layout, attend, plan_attention
 from venus.cache import KVCache
 
 
@@ -277,13 +277,18 @@ class Qwen3(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(
-        self, ids_BS: Tensor, positions_BS: Tensor | None = None, layout: Layout | CachedLayout | None = None, cache: KVCache | None = None
-    ) -> Tensor:
-        """Final hidden states [B, S, D] of int64 ids. positions default to 0..S-1 in every row; layout and cache as in `attention.attend`."""
+        self, ids_BS: Tensor, positions_BS: Tensor | None = None, layout: Layout | CachedLayout | None = None, cache: KVCache | None = None,
+        kernel: str = "auto",
+    ) -> Tensor:  # fmt: skip
+        """Final hidden states [B, S, D] of int64 ids. positions default to 0..S-1 in every row; layout and cache as in `attention.attend`.
+
+        kernel: "triton", "torch", or "auto", Triton on CUDA; `attention.plan_attention` says where it matters.
+        """
         if positions_BS is None:
             positions_BS = torch.arange(ids_BS.shape[1], device=ids_BS.device).expand_as(ids_BS)
         x_BSD = self.model.embed_tokens(ids_BS)
         rope = rope_cos_sin(positions_BS, self.config.head_dim, self.config.rope_theta, x_BSD.dtype)
+        layout = plan_attention(layout, x_BSD, self.config.num_attention_heads // self.config.num_key_value_heads, kernel, cache)
         for block in self.model.layers:
             x_BSD = block(x_BSD, rope, layout, cache)
         return self.model.norm(x_BSD)
@@ -294,14 +299,14 @@ class Qwen3(nn.Module):
 
     def token_stats(
         self, ids_BS: Tensor, targets_BS: Tensor, mask_BS: Tensor, *, positions_BS: Tensor | None = None,
-        layout: Layout | None = None, temperature: float = 1.0, kernel: str = "auto",
+        layout: Layout | None = None, cache: KVCache | None = None, temperature: float = 1.0, kernel: str = "auto",
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Log-probabilities of targets and entropies, each fp32 [B, S] in nats and 0 where `mask_BS` is 0.
 
         targets_BS[b, s] is predicted from ids_BS[b, :s+1] (already shifted). Rows are selected before the lm_head.
         kernel: "triton", "torch", or "auto", Triton on CUDA.
         """
-        rows, hidden_ND, targets_N = self._selected(ids_BS, targets_BS, mask_BS, positions_BS, layout)
+        rows, hidden_ND, targets_N = self._selected(ids_BS, targets_BS, mask_BS, positions_BS, layout, cache, kernel)
         log_probs_N, entropies_N = linear_log_probs(hidden_ND, self.lm_head.weight, targets_N, temperature=temperature, kernel=kernel)
         return _scatter(log_probs_N, rows, ids_BS.shape), _scatter(entropies_N, rows, ids_BS.shape)
 
@@ -317,16 +322,16 @@ class Qwen3(nn.Module):
 
         The gradient is computed in the same pass, from the loss's slope: backward may run once.
         """
-        rows, hidden_ND, targets_N = self._selected(ids_BS, targets_BS, loss.weights_BS != 0, positions_BS, layout)
+        rows, hidden_ND, targets_N = self._selected(ids_BS, targets_BS, loss.weights_BS != 0, positions_BS, layout, None, kernel)
         total, log_probs_N, entropies_N = linear_token_loss(
             hidden_ND, self.lm_head.weight, targets_N, lambda log_probs, part: (loss.value(log_probs, rows[part]), loss.slope(log_probs, rows[part])),
             temperature=temperature, kernel=kernel,
         )  # fmt: skip
         return TokenLoss(total, _scatter(log_probs_N, rows, ids_BS.shape), _scatter(entropies_N, rows, ids_BS.shape))
 
-    def _selected(self, ids_BS, targets_BS, mask_BS, positions_BS, layout) -> tuple[Tensor, Tensor, Tensor]:
+    def _selected(self, ids_BS, targets_BS, mask_BS, positions_BS, layout, cache, kernel) -> tuple[Tensor, Tensor, Tensor]:
         """Flat indices of the tokens where the mask is not 0, their hidden rows and their targets."""
-        hidden_BSD = self.forward(ids_BS, positions_BS, layout)  # not self(..): its FSDP hook would reshard the head before it is used
+        hidden_BSD = self.forward(ids_BS, positions_BS, layout, cache, kernel)  # not self(..): its FSDP hook would reshard the head before it is used
         rows = mask_BS.flatten().nonzero()[:, 0]
         return rows, hidden_BSD.flatten(0, 1)[rows], targets_BS.flatten()[rows]
 

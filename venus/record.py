@@ -52,6 +52,23 @@ def _version(package):
         return None
 
 
+def environment():
+    """Return what any measurement depends on: versions (None: not installed), git ({commit, dirty} or None), platform (system, cpu, cores)."""
+    return {
+        "versions": {"python": platform.python_version()} | {package: _version(package) for package in PACKAGES},
+        "git": git_state(Path(__file__).resolve().parents[1]),
+        "platform": {"system": platform.platform(), "cpu": _cpu_model(), "cores": os.cpu_count()},
+    }
+
+
+def machine():
+    """Return the environment as one line, to stand beside a measurement."""
+    env = environment()
+    versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items() if version)
+    commit = f"commit {env['git']['commit'][:12]}{' with changes' * env['git']['dirty']}" if env["git"] else "no commit"
+    return f"{env['platform']['cpu']}, {env['platform']['cores']} cores; {versions}; {commit}"
+
+
 def save_run(cfg, directory, **extra):
     """Write directory/run.json atomically and return what it holds.
 
@@ -64,11 +81,9 @@ def save_run(cfg, directory, **extra):
         argv = [word.replace(secret, MASK) for word in argv]
     record = {
         "config": config,
-        "versions": {"python": platform.python_version()} | {package: _version(package) for package in PACKAGES},
-        "git": git_state(Path(__file__).resolve().parents[1]),
+        **environment(),
         "seed": config.get("seed"),
         "argv": argv,
-        "platform": {"system": platform.platform(), "cpu": _cpu_model(), "cores": os.cpu_count()},
     }
     assert not record.keys() & extra.keys(), f"extra keys {sorted(record.keys() & extra.keys())} are the record's own"
     text = json.dumps(record | extra, indent=2, ensure_ascii=False, allow_nan=False)

@@ -35,7 +35,7 @@ def with_weights(documents: Sequence[Document], loss_norm: str) -> list[Document
 
 def backward(
     model: Qwen3, documents: Sequence[Document], loss_of: Callable[[Fields], WeightedNLL | ClippedPolicy], *,
-    max_tokens: int, world: World, temperature: float = 1.0,
+    max_tokens: int, world: World, temperature: float = 1.0, kernel: str = "auto",
 ) -> list[tuple[TokenLoss, Fields]]:  # fmt: skip
     """Add this rank's share of the gradient of the summed loss; return each micro-batch's result and fields.
 
@@ -48,7 +48,7 @@ def backward(
         packed = pack(chosen, world.device)
         result = model.token_loss(
             packed.ids_1N, packed.targets_1N, loss=loss_of(packed.fields), positions_BS=packed.positions_1N, layout=packed.layout,
-            temperature=temperature,
+            temperature=temperature, kernel=kernel,
         )  # fmt: skip
         result.loss.backward()
         results.append((result._replace(loss=result.loss.detach()), packed.fields))
@@ -56,14 +56,17 @@ def backward(
 
 
 @torch.no_grad()
-def log_probs_of(model: Qwen3, documents: Sequence[Document], *, max_tokens: int, world: World, temperature: float = 1.0) -> list[Tensor]:
+def log_probs_of(
+    model: Qwen3, documents: Sequence[Document], *, max_tokens: int, world: World, temperature: float = 1.0, kernel: str = "auto"
+) -> list[Tensor]:
     """log p (nats, fp32) of the masked tokens of every document, 0 elsewhere and as long as its ids. Each rank computes its share. A collective."""
     mine = []
     for indices in micro_batches([len(document.ids) for document in documents], max_tokens, world.size)[world.rank]:
         packed = pack([documents[i] for i in indices] or [dummy_document(["mask"])], world.device)
         log_probs_1N = model.token_log_probs(
-            packed.ids_1N, packed.targets_1N, packed.fields["mask"], positions_BS=packed.positions_1N, layout=packed.layout, temperature=temperature
-        )
+            packed.ids_1N, packed.targets_1N, packed.fields["mask"], positions_BS=packed.positions_1N, layout=packed.layout, temperature=temperature,
+            kernel=kernel,
+        )  # fmt: skip
         if indices:
             parts = log_probs_1N[0].cpu().split([len(documents[i].ids) - 1 for i in indices])
             mine += [(i, torch.cat([torch.zeros(1), part])) for i, part in zip(indices, parts, strict=True)]

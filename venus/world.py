@@ -21,10 +21,11 @@ from tqdm import tqdm
 
 from venus import cli, protocol
 from venus.cli import option
-from venus.experts import HEIR, NOBODY, SOURCES, THOUGHTS, Habits, is_clean, run_expert
+from venus.experts import HEIR, NOBODY, SOURCES, THOUGHTS, Habits, run_expert
+from venus.jsonl import write_jsonl
 from venus.tiny_model import glue_strings, train_tokenizer, write_model_dir
 from venus.tools.offline import NOT_FOUND, offline_tools
-from venus.trajectory import Question, write_jsonl
+from venus.trajectory import Question
 
 GENERATOR = "venus.world 1"
 SPLITS = ("train", "dev", "test")
@@ -52,7 +53,7 @@ class WorldConfig:
     long_webs: int = option(32, help="long webs for train; a quarter as many each for dev and test; 0: no long split")
     train_questions: int = option(2400, help="2-hop train questions, none of which an expert answers; a quarter as many 3-hop")
     questions_per_split: int = option(200, help="dev and test questions, 2-hop and 3-hop each")
-    sft_rows: int = option(5500, help="1-hop and 2-hop SFT rows; 4 % as many for dev, 5 % as many 3-hop")
+    sft_rows: int = option(5500, help="right 1-hop and 2-hop expert trajectories; 4 % as many for dev, 5 % as many 3-hop")
     one_hop: float = option(0.4, help="share of 1-hop rows among them")
     stale: float = option(0.5, help="probability that a fact of an archive page is wrong")
     archive: float = option(0.7, help="probability that an expert opens the archive page")
@@ -211,7 +212,7 @@ class Builder:
             self._add_experts("3hop", three[num_three:], share(-(-num_rows // 20), number, webs), habits, corpus, rng)
 
     def add_long_web(self, split: str, number: int) -> None:
-        """Add a long web's pages and questions and, for train, two clean expert rows per question on average."""
+        """Add a long web's pages and questions and, for train, two right expert rows per question on average."""
         config, name = self.config, f"{split}-long-{number:03d}"
         rng = random.Random(f"{config.seed}/{name}")
         web = make_long_web(name, split, rng, lengths=LONG_LINES[number % len(LONG_LINES)])
@@ -231,28 +232,26 @@ class Builder:
         rows += [make_question(web, chain, number).to_json() for number, chain in enumerate(chains)]
 
     def _add_experts(self, name: str, chains: list[Chain], count: int, habits: Habits, corpus: str, rng: random.Random) -> None:
-        """Run experts on the chains, over again if need be, until `count` clean rows are found; every run is a raw row."""
-        if count and not chains:
+        """Run experts on the chains, over again if need be, until `count` answered right: so many rows will be left by cleaning.
+
+        Every run is a raw row, and like the released ones: no system message, `meta` holds question and answer.
+        """
+        if not count:
+            return
+        if not chains:
             raise ValueError(f"all chains of a web became questions, none is left for {name} experts; lower --train-questions")
-        system = {"role": "system", "content": protocol.system_prompt("short")}
-        raw = self.rows.setdefault("raw/experts.jsonl", [])
+        raw = self.rows.setdefault(f"raw/{name}.jsonl", [])
         for chain in itertools.cycle(chains):
             if count == 0:
                 return
-            row = {"question": chain.question, "gt": chain.path[-1]}
-            messages = run_expert(row["question"], chain.path[0], chain.relations, habits, self.tools, corpus, rng)
-            meta = {"question": row["question"], "answer": row["gt"], "hops": len(chain.relations), "web": Path(corpus).stem}
-            raw.append({**row, "messages": messages, "meta": meta})  # like the released raw rows: no system message, meta holds the pair
-            if is_clean(messages, row["gt"]):
-                self.rows.setdefault(f"sft/{name}.jsonl", []).append({**row, "messages": [system, *messages]})
-                count -= 1
+            question, answer = chain.question, chain.path[-1]
+            messages = run_expert(question, chain.path[0], chain.relations, habits, self.tools, corpus, rng)
+            raw.append({"messages": messages, "meta": {"question": question, "answer": answer, "hops": len(chain.relations), "web": Path(corpus).stem}})
+            count -= protocol.extract_prediction(messages[-1]["content"]) == answer
 
     def write(self) -> None:
         """Write the collected files, the model directory and, last, the manifest of a complete world."""
-        rng = random.Random(f"{self.config.seed}/order")
         for path, rows in self.rows.items():
-            if path.startswith("sft/"):
-                rng.shuffle(rows)
             (self.root / path).parent.mkdir(exist_ok=True)
             write_jsonl(self.root / path, rows)
         write_model_dir(self.root / "model", train_tokenizer(tokenizer_texts(), glue_strings((*TEMPLATES, *THOUGHTS))))

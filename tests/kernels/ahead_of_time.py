@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import cross_entropy
+from kernels import cross_entropy, gt_score
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 SHARED_MEMORY_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
@@ -50,13 +50,26 @@ def row_kernel(kernel, architecture):
     return compiled(kernel, architecture, types, {"BLOCK": cross_entropy.ROW_BLOCK}, num_warps=8)
 
 
+def attention_kernel(architecture):
+    """32 query heads on 8 kv heads of 128."""
+    blocks, kernel = gt_score.BLOCKS[architecture], gt_score._branch_attention_kernel
+    integers = ("first_row", "M", "num_heads", *(name for name in kernel.arg_names if name.startswith("stride_")))
+    types = dict.fromkeys(kernel.arg_names, "*bf16") | dict.fromkeys(("doc_ptr", "pre_ptr", "branch_ptr", "tiles_ptr"), "*i32")
+    types |= {"lse_ptr": "*fp32", "scale": "fp32"} | dict.fromkeys(integers, "i32")
+    if blocks.descriptors:
+        types |= dict.fromkeys(("k", "v"), f"tensordesc<bf16[{blocks.block_k}, 1, 128]>")
+    constants = {"GROUP": 4, "HEAD_DIM": 128, "BLOCK_M": blocks.block_m, "BLOCK_K": blocks.block_k, "DESCRIPTORS": blocks.descriptors}
+    return compiled(kernel, architecture, types, constants, num_warps=blocks.num_warps, num_stages=blocks.num_stages, odd=("first_row", "M"))
+
+
 BUILDS = {
     "stats": lambda architecture: tile_kernel(cross_entropy._stats_kernel, architecture),
     "grad_logits": lambda architecture: tile_kernel(cross_entropy._grad_logits_kernel, architecture),
     "row_stats": lambda architecture: row_kernel(cross_entropy._row_stats_kernel, architecture),
     "row_grad": lambda architecture: row_kernel(cross_entropy._row_grad_kernel, architecture),
+    "branch_attention": attention_kernel,
 }
-MULTIPLIES = ("stats", "grad_logits")
+MULTIPLIES = ("stats", "grad_logits", "branch_attention")
 
 
 def resources(binary):

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 
+from venus.jsonl import read_jsonl
 from venus.protocol import SearchHit, format_search, format_visit
 from venus.tools.base import Tool, ToolResult
-from venus.trajectory import read_jsonl
 
 K1, B = 1.2, 0.75  # BM25: how fast a repeated term saturates, how much long pages are discounted
 STOP_WORDS = frozenset({"a", "an", "and", "at", "by", "for", "from", "in", "is", "of", "on", "or", "the", "to", "was", "what", "who"})

@@ -1,0 +1,109 @@
+"""Which attention runs where: the torch paths that need no GPU to be right, and the ones for CUDA through stand-ins. Shapes as in attention.py."""
+
+import inspect
+
+import pytest
+import torch
+from torch.nn.attention import varlen
+
+from kernels.gt_score import branch_attention_ref
+from venus import attention
+from venus.attention import Documents, Layout, Span, attend, plan_attention
+from venus.cache import KVCache
+
+SPANS = (Span(0, 12, 0, 0), Span(12, 16, 0, 5), Span(16, 20, 0, 12), Span(20, 26, 20, 20), Span(26, 29, 20, 22))
+
+
+def inputs(num_tokens=29, num_heads=4, num_kv_heads=2, head_dim=8):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1, num_tokens, heads, head_dim, generator=generator) for heads in (num_heads, num_kv_heads, num_kv_heads)]
+
+
+def test_the_reference_of_the_kernel_and_sdpa_agree():
+    """Two ways to write the same rule: three integers per row, and spans."""
+    q, k, v = inputs()
+    want, _ = branch_attention_ref(q[0], k[0], v[0], SPANS)
+    torch.testing.assert_close(attend(q, k, v, Layout(SPANS))[0], want, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("size", [1, 5, 13, 28])
+def test_rows_in_chunks_over_a_cache_equal_all_at_once(size):
+    """A chunk may end inside the trunk, inside a branch, or between documents."""
+    q, k, v = inputs()
+    whole = attend(q, k, v, Layout(SPANS))
+    cache = KVCache(num_layers=1, num_rows=1, capacity=29, num_kv_heads=2, head_dim=8, dtype=torch.float32, device="cpu")
+    parts = []
+    for first in range(0, 29, size):
+        rows = slice(first, first + size)
+        parts.append(attend(q[:, rows], k[:, rows], v[:, rows], Layout(SPANS, first), cache, 0))
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=0, atol=2e-6)
+
+
+def test_the_mask_of_a_long_tail_is_made_in_pieces(monkeypatch):
+    """A chunk of a long trunk against all before it was one mask of chunk x everything: quadratic in memory."""
+    q, k, v = (x[0].transpose(0, 1) for x in inputs())
+    whole = attention._causal_tail(q[:, 9:], k, v)
+    monkeypatch.setattr(attention, "TAIL_ROWS", 6)
+    torch.testing.assert_close(attention._causal_tail(q[:, 9:], k, v), whole, rtol=0, atol=2e-6)
+
+
+def test_a_chunk_without_what_came_before_is_an_error():
+    q, k, v = inputs(4)
+    with pytest.raises(AssertionError, match="rows from 12 on need the cache"):
+        attend(q, k, v, Layout(SPANS, 12))
+
+
+def test_on_the_cpu_spans_stay_spans():
+    layout = Layout(SPANS)
+    assert plan_attention(layout, inputs()[0], 2, "auto") is layout
+    assert plan_attention(None, inputs()[0], 2, "auto") is None
+    with torch.no_grad(), pytest.raises(ValueError, match="kernel 'triton'"):
+        plan_attention(layout, inputs()[0], 2, "triton")
+
+
+class OnCuda:
+    """Looks like a half-precision CUDA tensor to `plan_attention`; its plans lie on the CPU."""
+
+    is_cuda, dtype, device, shape = True, torch.bfloat16, "cpu", (1, 29, 32)
+
+
+def test_documents_on_cuda_become_one_flash_attention():
+    plan = plan_attention(Layout.documents([12, 4, 13]), OnCuda, 2, "auto")
+    assert isinstance(plan, Documents)
+    assert (plan.starts.tolist(), plan.starts.dtype, plan.longest) == ([0, 12, 16, 29], torch.int32, 13)
+
+
+def test_documents_that_go_into_a_cache_do_not():
+    """The first chunk of a long document: flash attention would leave its keys out of the cache that the next chunk reads."""
+    layout = Layout.documents([29])
+    assert plan_attention(layout, OnCuda, 2, "torch", cache=object()) is layout
+
+
+def test_flash_attention_gets_the_documents_and_is_causal(monkeypatch):
+    """A stand-in with the signature of `varlen_attn` checks what it is told and attends with the dense reference."""
+
+    def stand_in(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size=(-1, -1), enable_gqa=False):
+        assert (window_size, enable_gqa, max_q, max_k) == ((-1, 0), True, 13, 13)
+        assert cu_seq_q is cu_seq_k
+        return branch_attention_ref(query, key, value, Layout.documents(cu_seq_q.diff().tolist()).spans)[0]
+
+    monkeypatch.setattr(varlen, "varlen_attn", stand_in)
+    attention.varlen_keywords.cache_clear()
+    q, k, v = inputs()
+    got = attend(q, k, v, Documents(torch.tensor([0, 12, 16, 29]), 13))
+    attention.varlen_keywords.cache_clear()
+    torch.testing.assert_close(got, attend(q, k, v, Layout.documents([12, 4, 13])), rtol=0, atol=2e-6)
+
+
+def test_this_torch_has_the_keywords_of_flash_attention():
+    attention.varlen_keywords.cache_clear()
+    assert attention.varlen_keywords().keys() <= inspect.signature(varlen.varlen_attn).parameters.keys()
+    assert attention.varlen_keywords()["window_size"] == (-1, 0)
+
+
+def test_a_torch_without_the_keyword_is_named(monkeypatch):
+    monkeypatch.setattr(varlen, "varlen_attn", lambda query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False: None)
+    attention.varlen_keywords.cache_clear()
+    with pytest.raises(ValueError, match=f"torch {torch.__version__.split('+')[0]}.*window_size"):
+        attention.varlen_keywords()
+    attention.varlen_keywords.cache_clear()
