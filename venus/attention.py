@@ -201,6 +201,11 @@ def _causal_tail(q_HSE: Tensor, k_KTE: Tensor, v_KTE: Tensor) -> Tensor:
 def _attend_decode(q_RHE: Tensor, keys_RKTE: Tensor, values_RKTE: Tensor, bias_R11T: Tensor) -> Tensor:
     """One query a row. The H/K heads of a group become the query axis, so no key is repeated for its group."""
     num_kv_heads, width = keys_RKTE.shape[1], bias_R11T.shape[-1]
-    q_RKGE = q_RHE.unflatten(1, (num_kv_heads, -1))
-    out_RKGE = F.scaled_dot_product_attention(q_RKGE, keys_RKTE[:, :, :width], values_RKTE[:, :, :width], attn_mask=bias_R11T)
+    q_RKGE, keys_RKTE, values_RKTE = q_RHE.unflatten(1, (num_kv_heads, -1)), keys_RKTE[:, :, :width], values_RKTE[:, :, :width]
+    if q_RHE.is_cuda:
+        out_RKGE = F.scaled_dot_product_attention(q_RKGE, keys_RKTE, values_RKTE, attn_mask=bias_R11T)
+    else:  # two batched products: SDPA's CPU kernel takes 1.2 to 1.9 times as long at 1K positions
+        scores_RKGT = torch.bmm(q_RKGE.flatten(0, 1), keys_RKTE.flatten(0, 1).mT).view(*q_RKGE.shape[:3], width)
+        probs_RKGT = torch.softmax(scores_RKGT * q_RHE.shape[-1] ** -0.5 + bias_R11T, dim=-1)
+        out_RKGE = torch.bmm(probs_RKGT.flatten(0, 1), values_RKTE.flatten(0, 1)).view(q_RKGE.shape)
     return out_RKGE.flatten(1, 2)
