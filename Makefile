@@ -43,9 +43,10 @@ soak: setup ## the long tests
 lint: setup ## ruff, check only: edits no file
 	$(PY) -m ruff check .
 
-bench: setup ## time info-gain scoring and decoding against their references
+bench: setup ## time info-gain scoring, decoding and the kernels against their references
 	$(PY) -m venus.bench ig
 	$(PY) -m venus.bench decode
+	$(PY) -m kernels.bench all
 
 train_sft: setup ## supervised fine-tuning on trajectories
 	$(PY) train_sft.py $(ARGS)

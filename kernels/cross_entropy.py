@@ -58,6 +58,7 @@ TILES = {
     "sm_80": Tiles(128, 128, 64, 8, 8, 4, False),
     "sm_90": Tiles(128, 256, 64, 8, 8, 3, True),
     "sm_100": Tiles(128, 256, 64, 8, 8, 3, True),
+    "fp32": Tiles(128, 128, 32, 8, 8, 4, False),  # on every GPU: fp32 products run outside the tensor cores, where larger tiles spill
     "interpreter": Tiles(64, 128, 64, 2, 4, 1, False),
 }
 ROW_BLOCK = 4096  # logits of a row per step of the row kernels
@@ -141,7 +142,8 @@ def _grad_logits_kernel(hidden, weight, targets_ptr, lse_ptr, entropy_ptr, grad_
     lse, entropy = tl.load(lse_ptr + rows, mask=inside, other=0.0), tl.load(entropy_ptr + rows, mask=inside, other=0.0)
     a, b = tl.load(grad_log_prob_ptr + rows, mask=inside, other=0.0), tl.load(grad_entropy_ptr + rows, mask=inside, other=0.0)
     log_p = acc * inv_temperature - lse[:, None]
-    grad = tl.where(cols[None, :] == targets[:, None], a[:, None], 0.0) - tl.exp(log_p) * (a[:, None] + b[:, None] * (log_p + entropy[:, None]))
+    grad = -tl.exp(log_p) * (a[:, None] + b[:, None] * (log_p + entropy[:, None]))
+    grad = tl.where(cols[None, :] == targets[:, None], grad + a[:, None], grad)
     ptrs = grad_logits_ptr + rows.to(tl.int64)[:, None] * V + cols[None, :]
     tl.store(ptrs, (grad * inv_temperature).to(grad_logits_ptr.dtype.element_ty), mask=inside[:, None] & (cols[None, :] < V))
 
@@ -178,9 +180,13 @@ def _row_grad_kernel(logits_ptr, targets_ptr, lse_ptr, slope_ptr, grad_logits_pt
         tl.store(grad_logits_ptr + row * V + cols, grad.to(grad_logits_ptr.dtype.element_ty), mask=cols < V)
 
 
+def _tiles(hidden_CD: Tensor) -> Tiles:
+    return TILES["fp32" if hidden_CD.is_cuda and hidden_CD.dtype == torch.float32 else architecture(hidden_CD.device)]
+
+
 def _launch_tiles(kernel, hidden_CD: Tensor, weight_VD: Tensor, *args) -> None:
     """Start a tile kernel on every tile of [C, V]."""
-    tiles = TILES[architecture(hidden_CD.device)]
+    tiles = _tiles(hidden_CD)
     (num_rows, hidden_size), vocab = hidden_CD.shape, weight_VD.shape[0]
     grid = (triton.cdiv(num_rows, tiles.block_n) * triton.cdiv(vocab, tiles.block_v),)
     hidden, weight = hidden_CD, weight_VD
@@ -195,7 +201,7 @@ def _launch_tiles(kernel, hidden_CD: Tensor, weight_VD: Tensor, *args) -> None:
 
 
 def _stats_triton(hidden_CD, weight_VD, targets_C, temperature) -> tuple[Tensor, Tensor, Tensor]:
-    num_tiles = triton.cdiv(weight_VD.shape[0], TILES[architecture(hidden_CD.device)].block_v)
+    num_tiles = triton.cdiv(weight_VD.shape[0], _tiles(hidden_CD).block_v)
     sums_3JC = hidden_CD.new_empty(3, num_tiles, len(hidden_CD), dtype=torch.float32)
     target_logits_C = hidden_CD.new_empty(len(hidden_CD), dtype=torch.float32)
     _launch_tiles(_stats_kernel, hidden_CD, weight_VD, targets_C, sums_3JC, target_logits_C, 1 / temperature)
@@ -315,7 +321,7 @@ class _LinearLogProbs(torch.autograd.Function):
     def forward(ctx, hidden_ND, weight_VD, targets_N, temperature, kernel, chunk_bytes):
         stats, bytes_per_row = _stats_torch, 4 * len(weight_VD)
         if kernel == "triton":
-            stats, bytes_per_row = _stats_triton, 12 * triton.cdiv(len(weight_VD), TILES[architecture(hidden_ND.device)].block_v)
+            stats, bytes_per_row = _stats_triton, 12 * triton.cdiv(len(weight_VD), _tiles(hidden_ND).block_v)
         stats_3N = hidden_ND.new_empty(3, len(hidden_ND), dtype=torch.float32)
         for rows in _chunks(len(hidden_ND), bytes_per_row, chunk_bytes, hidden_ND.device):
             stats_3N[:, rows] = torch.stack(stats(hidden_ND[rows], weight_VD, targets_N[rows], temperature))

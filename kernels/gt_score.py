@@ -48,7 +48,7 @@ class Blocks(NamedTuple):
 
 # Ahead-of-time compilation shows that these fit and do not spill; which is fastest, kernels/tune.py has to measure (not yet done on a GPU).
 BLOCKS = {
-    "sm_80": Blocks(64, 64, 4, 3, False),
+    "sm_80": Blocks(128, 32, 8, 3, False),
     "sm_90": Blocks(128, 64, 8, 3, True),
     "sm_100": Blocks(128, 64, 8, 3, True),
     "interpreter": Blocks(64, 64, 4, 1, False),
