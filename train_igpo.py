@@ -110,6 +110,8 @@ def main(cfg: IgpoConfig) -> None:
     first_step = load_checkpoint(output / "checkpoints", model, optimizer)
     drop_partials(output / "rollouts", first_step, world)
     if world.is_main:
+        if first_step:
+            print(f"{output}: resuming after step {first_step} of {num_steps}")
         save_run(cfg, output, world_size=world.size, device=str(world.device), kernel=kernel)
     console = ("success", "info_gain_mean", "format_valid_share", "turns", "browse_ratio", "kl", "grad_norm", "seconds_step")
     metrics = MetricsLogger(output, enabled=world.is_main, start_step=first_step, console=console, tensorboard=cfg.tensorboard, write=tqdm.write)

@@ -67,9 +67,8 @@ class SftConfig:
 @record
 def main(cfg: SftConfig) -> None:
     """Encode the rows, then one optimizer step per batch; checkpoints on the way, a Hugging Face directory at the end."""
-    tokenizer, vocab_size = ChatTokenizer(cfg.model), Qwen3Config.read(cfg.model).vocab_size
-    if tokenizer.vocab_size > vocab_size:
-        raise ValueError(f"{cfg.model}: the tokenizer has {tokenizer.vocab_size} ids, the model {vocab_size}: they do not belong together")
+    tokenizer = ChatTokenizer(cfg.model)
+    tokenizer.check_fits(Qwen3Config.read(cfg.model).vocab_size)
     documents, weights, num_long = read_documents(cfg, tokenizer)
     num_steps = max(1, round(cfg.epochs * steps_per_epoch(weights, cfg.batch_size)))
     batch_items(weights, cfg.batch_size, seed=cfg.seed, step=0)  # fails here, and not after loading, when copies must meet in a batch
@@ -83,6 +82,8 @@ def main(cfg: SftConfig) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), weight_decay=cfg.weight_decay)
     first_step = load_checkpoint(output / "checkpoints", model, optimizer)
     if world.is_main:
+        if first_step:
+            print(f"{output}: resuming after step {first_step} of {num_steps}")
         save_run(cfg, output, world_size=world.size, device=str(world.device), kernel=kernel)
     console = ("loss", "lr", "grad_norm", "loss_tokens_per_second")
     metrics = MetricsLogger(output, enabled=world.is_main, start_step=first_step, console=console, tensorboard=cfg.tensorboard, write=tqdm.write)

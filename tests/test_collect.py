@@ -10,7 +10,7 @@ from agent_fakes import JOBS, SCRIPTS, fake_tools, model_agent, question, script
 
 from venus.agent import Job
 from venus.cli import option
-from venus.collect import RolloutOptions, check_corpora, collect, jobs_of
+from venus.collect import RolloutOptions, check_corpora, collect, jobs_of, rollout_metrics
 from venus.jsonl import append_jsonl
 from venus.model import Qwen3Config
 from venus.trajectory import read_trajectories
@@ -251,3 +251,8 @@ def test_the_plan_counts_what_the_run_would_hold():
     )  # fmt: skip
     rows = dict(RolloutOptions(slots=2, max_context=1024, max_turns=5, max_turn_tokens=100).plan(config, 30))
     assert rows == {"parameters": "4,022,468,096", "rollouts": "30", "sampled tokens, at most": "15,000", "KV cache, all slots full": "288.0 MiB"}
+
+
+def test_a_step_that_keeps_no_trajectory_reports_counts_only():
+    """A success of 0.0 would read as a result; nothing was measured."""
+    assert rollout_metrics([object(), object()], []) == {"trajectories": 2, "excluded": 2}

@@ -66,7 +66,13 @@ def collect(agent: Agent, jobs: Sequence[Job], path: str | Path, *, progress: st
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory], kept: Sequence[Trajectory]) -> dict:
-    """Averages over the trajectories kept for training, and how many were left out. success: exact match; browse_ratio: visits / tool calls."""
+    """Averages over the trajectories kept for training, and how many were left out. success: exact match; browse_ratio: visits / tool calls.
+
+    With none kept only the counts are there: 0 would read as a result.
+    """
+    counts = {"trajectories": len(trajectories), "excluded": len(trajectories) - len(kept)}
+    if not kept:
+        return counts
     turns = [turn for trajectory in kept for turn in trajectory.turns]
     searches, visits = (sum(turn.action == kind for turn in turns) for kind in ("search", "visit"))
     gains: dict[int, list[float]] = {}
@@ -74,13 +80,12 @@ def rollout_metrics(trajectories: Sequence[Trajectory], kept: Sequence[Trajector
         for number, turn in enumerate(trajectory.turns):
             if turn.info_gain is not None:
                 gains.setdefault(number, []).append(turn.info_gain)
-    count = max(1, len(kept))
+    count = len(kept)
     return {
         "success": sum(exact_match(t.prediction, t.ground_truth) for t in kept) / count, "outcome": sum(t.outcome.value for t in kept) / count,
         "info_gain_by_turn": {str(number): sum(gains[number]) / len(gains[number]) for number in sorted(gains)},
         "format_valid_share": format_valid_share(kept), "turns": len(turns) / count, "searches": searches / count, "visits": visits / count,
-        "browse_ratio": visits / (searches + visits) if searches + visits else None,
-        "trajectories": len(trajectories), "excluded": len(trajectories) - len(kept),
+        "browse_ratio": visits / (searches + visits) if searches + visits else None, **counts,
     }  # fmt: skip
 
 
@@ -133,8 +138,7 @@ class RolloutOptions:
         """An agent over a fresh KV cache on the model's device, with the offline tools."""
         if self.max_context > model.config.max_position_embeddings:
             raise ValueError(f"max_context {self.max_context} exceeds the model's max_position_embeddings {model.config.max_position_embeddings}")
-        if tokenizer.vocab_size > model.config.vocab_size:
-            raise ValueError(f"the tokenizer has {tokenizer.vocab_size} ids, the model {model.config.vocab_size}: they do not belong together")
+        tokenizer.check_fits(model.config.vocab_size)
         params = SamplingParams((tokenizer.im_end_id, tokenizer.endoftext_id), self.temperature, self.top_p, self.top_k)
         sampler = Sampler(model, params, num_slots=self.slots, capacity=self.max_context)
         system = protocol.system_prompt(self.system_prompt, self.date)

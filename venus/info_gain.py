@@ -200,6 +200,7 @@ class ScoreConfig:
 def score_command(cfg: ScoreConfig) -> None:
     """v_-1, then a line a turn: action, tool status, v_t and v_t - v_(t-1). Every turn but the last is scored."""
     model, tokenizer = load_for_inference(cfg.model), ChatTokenizer(cfg.model)
+    tokenizer.check_fits(model.config.vocab_size)
     for trajectory in tqdm(read_trajectories(cfg.trajectories), desc="score", unit="trajectory", disable=None):
         scored = [k + 1 < len(trajectory.turns) for k in range(len(trajectory.turns))]
         values = score_ground_truth(model, [cuts_of(trajectory, scored, tokenizer)], max_tokens=cfg.max_tokens, kernel=cfg.kernel)[0]

@@ -65,6 +65,11 @@ class ChatTokenizer:
         self.answer_prefix_ids = self.encode(protocol.ANSWER_PREFIX)
         self._newline_ids = self.encode("\n")
 
+    def check_fits(self, model_vocab_size: int) -> None:
+        """ValueError for a model with fewer embeddings than there are ids."""
+        if self.vocab_size > model_vocab_size:
+            raise ValueError(f"the tokenizer has {self.vocab_size} ids, the model {model_vocab_size}: they do not belong together")
+
     def encode(self, text: str) -> list[int]:
         """Encode trusted text: added tokens written in it become their ids."""
         return self._trusted.encode(text, add_special_tokens=False).ids
