@@ -45,6 +45,7 @@ class EvalConfig(RolloutOptions):
 
 def main(cfg: EvalConfig) -> None:
     """Roll out or read, grade, summarise, print."""
+    cfg.set_threads()
     questions, output = read_questions(cfg.questions)[: cfg.num_questions], Path(cfg.output)
     if cfg.dry_run:
         rollouts = cfg.plan(Qwen3Config.read(cfg.model), len(questions) * cfg.samples) if cfg.model else []

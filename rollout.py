@@ -33,6 +33,7 @@ class RolloutConfig(RolloutOptions):
 
 def main(cfg: RolloutConfig) -> None:
     """Read the questions, make what is missing, say what there is."""
+    cfg.set_threads()
     questions = read_questions(cfg.questions)[: cfg.num_questions]
     jobs = jobs_of(questions, cfg.samples)
     if cfg.dry_run:

@@ -93,6 +93,7 @@ class IgpoConfig(RolloutOptions):
 @record
 def main(cfg: IgpoConfig) -> None:
     """Per step: roll out, score, credit, update."""
+    cfg.set_threads()
     questions, tokenizer = read_questions(cfg.questions), ChatTokenizer(cfg.model)
     check_corpora(questions)
     num_steps = cfg.steps or steps_per_epoch([1] * len(questions), cfg.questions_per_step)

@@ -53,6 +53,7 @@ class SftConfig:
     max_tokens_per_micro_batch: int = option(32_768, help="packed tokens of one forward pass; a longer row runs alone", unit="tokens")
     kernel: str = option("auto", help="auto is Triton on CUDA and torch elsewhere; which one it was stands in run.json", choices=KERNELS)
     # run
+    threads: int | None = option(None, help="CPU threads; empty is one per core, which for tiny models on a busy machine is slower than 1")
     seed: int = option(0, help="seed of the random start and of the order of rows")
     save_every: int = option(100, help="steps between checkpoints; a run resumes from the latest", unit="steps")
     log_every: int = option(1, help="steps between console lines; metrics.jsonl has every step", unit="steps")
@@ -60,13 +61,16 @@ class SftConfig:
     dry_run: bool = option(False, help="print the resolved config and the plan, and exit")
 
     def validate(self):
-        if min(self.batch_size, self.save_every, self.log_every, self.max_tokens_per_micro_batch) < 1 or self.epochs <= 0 or self.lr <= 0:
-            raise ValueError("batch_size, save_every, log_every, max_tokens_per_micro_batch, epochs and lr must be positive")
+        for name in ("batch_size", "save_every", "log_every", "max_tokens_per_micro_batch", "threads", "epochs", "lr"):
+            if getattr(self, name) is not None and getattr(self, name) <= 0:
+                raise ValueError(f"{name} {getattr(self, name)}: must be positive")
 
 
 @record
 def main(cfg: SftConfig) -> None:
     """Encode the rows, then one optimizer step per batch; checkpoints on the way, a Hugging Face directory at the end."""
+    if cfg.threads:
+        torch.set_num_threads(cfg.threads)
     tokenizer = ChatTokenizer(cfg.model)
     tokenizer.check_fits(Qwen3Config.read(cfg.model).vocab_size)
     documents, weights, num_long = read_documents(cfg, tokenizer)

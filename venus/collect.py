@@ -98,6 +98,7 @@ class RolloutOptions:
     top_p: float = option(1.0, help="sample from the smallest set of tokens with this probability mass")
     top_k: int = option(0, help="sample from this many most probable tokens; 0 is all of them")
     slots: int = option(16, help="rollouts decoded at once", unit="rows")
+    threads: int | None = option(None, help="CPU threads; empty is one per core, which for tiny models on a busy machine is slower than 1")
     # limits
     max_turns: int = option(200, help="assistant turns of a trajectory; the last one is asked to answer", unit="turns")
     max_turn_tokens: int = option(8192, help="sampled tokens of a turn", unit="tokens")
@@ -113,8 +114,14 @@ class RolloutOptions:
         """ValueError for a value out of range."""
         self.limits()
         SamplingParams((), self.temperature, self.top_p, self.top_k)
-        if self.slots < 1:
-            raise ValueError(f"slots {self.slots}: must be at least 1")
+        for name in ("slots", "threads"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)}: must be at least 1")
+
+    def set_threads(self) -> None:
+        """Give torch the threads asked for."""
+        if self.threads:
+            torch.set_num_threads(self.threads)
 
     def limits(self) -> Limits:
         """The agent's limits; ValueError for one out of range."""
@@ -132,7 +139,7 @@ class RolloutOptions:
 
     def manifest(self) -> dict:
         """What decides a trajectory besides seed, weights and tools; recorded in each one."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(RolloutOptions) if field.name != "slots"}
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(RolloutOptions) if field.name not in ("slots", "threads")}
 
     def agent(self, model: Qwen3, tokenizer: ChatTokenizer, *, run: str, seed: int, manifest: dict) -> Agent:
         """An agent over a fresh KV cache on the model's device, with the offline tools."""

@@ -27,7 +27,7 @@ from venus.weights import copy_tokenizer_files, save_model
 ROOT = Path(__file__).resolve().parents[1]
 AGENT = (
     *("--system-prompt", "short", "--max-turns", "8", "--max-turn-tokens", "48", "--max-observation-tokens", "160"),
-    *("--max-context", "1024", "--slots", "48"),
+    *("--max-context", "1024", "--slots", "48", "--threads", "1"),
 )
 STEPS_FLAGS = ("--weight-decay", "0", "--max-tokens-per-micro-batch", "16384")
 
@@ -69,7 +69,7 @@ def main(cfg: DemoConfig) -> None:
     stage(out, "sft", [
         "train_sft.py", "--model", str(world / "model"), "--init", "random", "--data", str(rows), "--output", str(out / "sft"),
         "--epochs", str(budget.sft_epochs), "--batch-size", "8", "--lr", "2e-3", "--beta2", "0.98", "--warmup-ratio", "0.03",
-        "--min-lr-ratio", "0.05", "--save-every", "200", "--log-every", "50", *STEPS_FLAGS, *seed,
+        "--min-lr-ratio", "0.05", "--save-every", "200", "--log-every", "50", "--threads", "1", *STEPS_FLAGS, *seed,
     ])  # fmt: skip
     stage(out, "igpo", [
         "train_igpo.py", "--model", str(out / "sft" / "model"), "--questions", str(world / "questions" / "train.jsonl"), "--output", str(out / "igpo"),
