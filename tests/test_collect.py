@@ -210,9 +210,9 @@ class Options(RolloutOptions):
 
 
 def test_the_manifest_names_what_decides_a_trajectory():
-    """All rollout options but the number of slots, and none of the script's own."""
+    """All rollout options but the numbers of slots and threads, and none of the script's own."""
     names = {field.name for field in dataclasses.fields(RolloutOptions)}
-    assert set(Options().manifest()) == names - {"slots"}
+    assert set(Options().manifest()) == names - {"slots", "threads"}
 
 
 def test_slots_may_change_between_start_and_resume(tiny, tmp_path):

@@ -317,9 +317,9 @@ def test_an_unknown_flag_ends_a_child_process_with_one_line(world, tmp_path, scr
 
 
 BAD_FLAGS = [
-    ({"temperature": "-1"}, "temperature -1.0"), ({"top_p": "0"}, "top_p 0.0"), ({"slots": "0"}, "slots 0"), ({"threads": "0"}, "threads 0"), ({"samples": "0"}, "samples"),
+    ({"temperature": "-1"}, "temperature -1.0"), ({"top_p": "0"}, "top_p 0.0"), ({"slots": "0"}, "slots 0"), ({"samples": "0"}, "samples"),
     ({"max_turns": "0"}, "max_turns 0"), ({"num_questions": "-1"}, "num_questions"), ({"num_questions": "0"}, "num_questions"),
-    ({"max_turn_tokens": "many"}, "'many'"), ({"tool_seconds": "nan"}, "'nan' is not finite"),
+    ({"threads": "0"}, "threads 0"), ({"max_turn_tokens": "many"}, "'many'"), ({"tool_seconds": "nan"}, "'nan' is not finite"),
 ]  # fmt: skip
 
 
