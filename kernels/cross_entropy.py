@@ -28,6 +28,7 @@ dtype with the 1 at the target already added. dW is summed over chunks in fp32, 
 Shapes: N selected tokens, V vocab, D hidden, C rows of a chunk, J tiles along V.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -228,18 +229,25 @@ def _one_pass_triton(logits_CV, targets_C, rows, objective, temperature, dtype) 
     losses_C, slopes_C = objective(log_probs_C, rows)
     # two kernels and not one: the loss in between stays plain torch. A row of 600 KB leaves the chip between its two readings anyway
     grad_logits_CV = logits_CV if dtype == torch.float32 else torch.empty_like(logits_CV, dtype=dtype)
-    _row_grad_kernel[(num_rows,)](logits_CV, targets_C, lse_C, slopes_C, grad_logits_CV, vocab, 1 / temperature, **launch)
+    _row_grad_kernel[(num_rows,)](logits_CV, targets_C, lse_C, slopes_C.float().contiguous(), grad_logits_CV, vocab, 1 / temperature, **launch)
     return log_probs_C, entropies_C, losses_C, grad_logits_CV
 
 
 # ---- the same in plain torch
 
 
-def fp32_logits(hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
-    """hidden @ weight.T accumulated and returned in fp32: bf16 logits near 16 are spaced .125 nats apart."""
+def fp32_logits(hidden_ND: Tensor, weight_VD: Tensor, buffer_MV: Tensor | None = None) -> Tensor:
+    """hidden @ weight.T accumulated and returned in fp32 (bf16 logits near 16 are spaced .125 nats apart), in the first rows of a buffer if given."""
     if hidden_ND.is_cuda and hidden_ND.dtype != torch.float32:
         return torch.mm(hidden_ND, weight_VD.T, out_dtype=torch.float32)
-    return hidden_ND.float() @ weight_VD.float().T
+    return torch.mm(hidden_ND.float(), weight_VD.float().T, out=None if buffer_MV is None else buffer_MV[: len(hidden_ND)])
+
+
+def _buffer(chunks: list[slice], weight_VD: Tensor) -> Tensor | None:
+    """On a CPU, room for the logits of any chunk: fresh pages for each cost a fifth of the product's time. CUDA's allocator reuses them anyway."""
+    if weight_VD.is_cuda or not chunks:
+        return None
+    return weight_VD.new_empty(chunks[0].stop, len(weight_VD), dtype=torch.float32)
 
 
 def _blocks(logits_CV: Tensor):
@@ -262,16 +270,16 @@ def _softmax_(logits_RV: Tensor, targets_R: Tensor, temperature: float) -> tuple
     return target_R - log_sum_R, entropies_R, max_R1[:, 0] / temperature + log_sum_R, exp_RV, sum_R
 
 
-def _stats_torch(hidden_CD, weight_VD, targets_C, temperature) -> tuple[Tensor, Tensor, Tensor]:
-    logits_CV = fp32_logits(hidden_CD, weight_VD)
+def _stats_torch(hidden_CD, weight_VD, targets_C, temperature, buffer_CV=None) -> tuple[Tensor, Tensor, Tensor]:
+    logits_CV = fp32_logits(hidden_CD, weight_VD, buffer_CV)
     stats_3C = logits_CV.new_empty(3, len(logits_CV))
     for rows in _blocks(logits_CV):
         stats_3C[:, rows] = torch.stack(_softmax_(logits_CV[rows], targets_C[rows], temperature)[:3])
     return stats_3C.unbind()
 
 
-def _grad_logits_torch(hidden_CD, weight_VD, targets_C, lse_C, entropies_C, grad_log_probs_C, grad_entropies_C, temperature) -> Tensor:
-    logits_CV = fp32_logits(hidden_CD, weight_VD)
+def _grad_logits_torch(hidden_CD, weight_VD, targets_C, lse_C, entropies_C, grad_log_probs_C, grad_entropies_C, temperature, buffer_CV=None) -> Tensor:
+    logits_CV = fp32_logits(hidden_CD, weight_VD, buffer_CV)
     for rows in _blocks(logits_CV):
         log_p_RV = logits_CV[rows].div_(temperature).sub_(lse_C[rows, None])
         a_R1, b_R1 = grad_log_probs_C[rows, None] / temperature, grad_entropies_C[rows, None] / temperature
@@ -319,11 +327,11 @@ def _multiply_(grad_hidden_CD: Tensor, grad_weight_VD: Tensor, grad_logits_CV: T
 class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_ND, weight_VD, targets_N, temperature, kernel, chunk_bytes):
-        stats, bytes_per_row = _stats_torch, 4 * len(weight_VD)
-        if kernel == "triton":
-            stats, bytes_per_row = _stats_triton, 12 * triton.cdiv(len(weight_VD), _tiles(hidden_ND).block_v)
+        bytes_per_row = 12 * triton.cdiv(len(weight_VD), _tiles(hidden_ND).block_v) if kernel == "triton" else 4 * len(weight_VD)
+        chunks = _chunks(len(hidden_ND), bytes_per_row, chunk_bytes, hidden_ND.device)
+        stats = _stats_triton if kernel == "triton" else functools.partial(_stats_torch, buffer_CV=_buffer(chunks, weight_VD))
         stats_3N = hidden_ND.new_empty(3, len(hidden_ND), dtype=torch.float32)
-        for rows in _chunks(len(hidden_ND), bytes_per_row, chunk_bytes, hidden_ND.device):
+        for rows in chunks:
             stats_3N[:, rows] = torch.stack(stats(hidden_ND[rows], weight_VD, targets_N[rows], temperature))
         log_probs_N, entropies_N, lse_N = (row.clone() for row in stats_3N)
         ctx.save_for_backward(hidden_ND, weight_VD, targets_N, lse_N, entropies_N)
@@ -333,11 +341,13 @@ class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_log_probs_N, grad_entropies_N):
         hidden_ND, weight_VD, *per_row = ctx.saved_tensors
-        grad_logits, element_size = (_grad_logits_triton, weight_VD.element_size()) if ctx.kernel == "triton" else (_grad_logits_torch, 4)
+        per_row += [grad_log_probs_N.contiguous(), grad_entropies_N.contiguous()]  # the gradient of a sum is one number, expanded
+        bytes_per_row = (weight_VD.element_size() if ctx.kernel == "triton" else 4) * len(weight_VD)
+        chunks = _chunks(len(hidden_ND), bytes_per_row, ctx.chunk_bytes, hidden_ND.device)
+        grad_logits = _grad_logits_triton if ctx.kernel == "triton" else functools.partial(_grad_logits_torch, buffer_CV=_buffer(chunks, weight_VD))
         grad_hidden_ND, grad_weight_VD = torch.empty_like(hidden_ND), torch.zeros_like(weight_VD, dtype=torch.float32)
-        for rows in _chunks(len(hidden_ND), element_size * len(weight_VD), ctx.chunk_bytes, hidden_ND.device):
-            vectors = (vector[rows] for vector in (*per_row, grad_log_probs_N, grad_entropies_N))
-            grad_logits_CV = grad_logits(hidden_ND[rows], weight_VD, *vectors, ctx.temperature)
+        for rows in chunks:
+            grad_logits_CV = grad_logits(hidden_ND[rows], weight_VD, *(vector[rows] for vector in per_row), ctx.temperature)
             _multiply_(grad_hidden_ND[rows], grad_weight_VD, grad_logits_CV, hidden_ND[rows], weight_VD)
             del grad_logits_CV  # before the next chunk's logits are made
         return grad_hidden_ND, grad_weight_VD.to(weight_VD.dtype), None, None, None, None
@@ -349,8 +359,10 @@ class _LinearTokenLoss(torch.autograd.Function):
         one_pass = _one_pass_triton if kernel == "triton" else _one_pass_torch
         stats_3N = hidden_ND.new_empty(3, len(hidden_ND), dtype=torch.float32)
         grad_hidden_ND, grad_weight_VD = torch.empty_like(hidden_ND), torch.zeros_like(weight_VD, dtype=torch.float32)
-        for rows in _chunks(len(hidden_ND), 4 * len(weight_VD), chunk_bytes, hidden_ND.device):
-            logits_CV = fp32_logits(hidden_ND[rows], weight_VD)
+        chunks = _chunks(len(hidden_ND), 4 * len(weight_VD), chunk_bytes, hidden_ND.device)
+        buffer_CV = _buffer(chunks, weight_VD)
+        for rows in chunks:
+            logits_CV = fp32_logits(hidden_ND[rows], weight_VD, buffer_CV)
             *stats, grad_logits_CV = one_pass(logits_CV, targets_N[rows], rows, objective, temperature, weight_VD.dtype)
             stats_3N[:, rows] = torch.stack(stats)
             _multiply_(grad_hidden_ND[rows], grad_weight_VD, grad_logits_CV, hidden_ND[rows], weight_VD)
@@ -397,7 +409,7 @@ def linear_log_probs(
     Raises ValueError for shapes, dtypes, devices or strides that do not fit, targets outside 0..V-1 and a temperature <= 0.
     """
     kernel = _checked(hidden_ND, weight_VD, targets_N, temperature, kernel)
-    return _LinearLogProbs.apply(hidden_ND, weight_VD, targets_N, temperature, kernel, chunk_bytes)
+    return _LinearLogProbs.apply(hidden_ND, weight_VD, targets_N.contiguous(), temperature, kernel, chunk_bytes)
 
 
 def linear_token_loss(
@@ -413,6 +425,6 @@ def linear_token_loss(
     """
     kernel = _checked(hidden_ND, weight_VD, targets_N, temperature, kernel)
     if not (torch.is_grad_enabled() and (hidden_ND.requires_grad or weight_VD.requires_grad)):
-        log_probs_N, entropies_N = _LinearLogProbs.apply(hidden_ND, weight_VD, targets_N, temperature, kernel, chunk_bytes)
+        log_probs_N, entropies_N = _LinearLogProbs.apply(hidden_ND, weight_VD, targets_N.contiguous(), temperature, kernel, chunk_bytes)
         return objective(log_probs_N, slice(0, len(log_probs_N)))[0].sum(), log_probs_N, entropies_N
-    return _LinearTokenLoss.apply(hidden_ND, weight_VD, targets_N, objective, temperature, kernel, chunk_bytes)
+    return _LinearTokenLoss.apply(hidden_ND, weight_VD, targets_N.contiguous(), objective, temperature, kernel, chunk_bytes)

@@ -301,7 +301,7 @@ def test_only_selected_rows_reach_the_head(model, monkeypatch):
     """A quarter of the tokens carries loss in SFT: the head must see that quarter."""
     seen = []
     original = cross_entropy.fp32_logits
-    monkeypatch.setattr(cross_entropy, "fp32_logits", lambda hidden, weight: seen.append(len(hidden)) or original(hidden, weight))
+    monkeypatch.setattr(cross_entropy, "fp32_logits", lambda hidden, *rest: seen.append(len(hidden)) or original(hidden, *rest))
     ids, targets, mask = batch()
     model.token_log_probs(ids, targets, mask)
     assert sum(seen) == int(mask.sum()) < ids.numel()

@@ -1,5 +1,11 @@
 """Losses with their slopes, the one-pass form that uses them, and the choice of kernel. Shapes: N tokens  V vocab  D hidden."""
 
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from test_cross_entropy import LargestTensor, problem, upstream
@@ -128,6 +134,26 @@ def test_backward_runs_once():
     total.backward(retain_graph=True)
     with pytest.raises(AssertionError, match="backward runs once"):
         total.backward()
+
+
+def test_without_triton_the_torch_forms_serve():
+    """macOS has no Triton: the kernels must still parse, auto be torch, and "triton" an error that says why. A process of its own imports afresh."""
+    code = """
+import sys
+sys.modules["triton"] = None
+import torch
+from kernels import cross_entropy, gt_score, launch
+x = torch.eye(3)
+print(cross_entropy.linear_log_probs(x, x, torch.arange(3))[0].tolist())
+try:
+    launch.choose_kernel("triton", "cpu")
+except ValueError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1])
+    numbers, error = done.stdout.splitlines()
+    assert json.loads(numbers) == pytest.approx([1 - math.log(math.e + 2)] * 3, abs=1e-6)
+    assert "triton is not installed" in error
 
 
 def test_auto_is_triton_on_cuda_and_torch_elsewhere():

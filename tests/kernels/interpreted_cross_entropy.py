@@ -124,6 +124,26 @@ def test_no_row_and_one_row(tiles, num_tokens):
     assert num_tokens or (loss == 0 and (w.grad == 0).all())
 
 
+def test_vectors_need_not_be_contiguous():
+    """The gradient of a sum is one number expanded over the rows, and targets may be every second of a longer list: kernels read neighbours."""
+    h, w, targets, (a, _) = problem()
+    spread = torch.stack([targets, torch.zeros_like(targets)], dim=1)[:, 0]
+    for function in (triton, plain):
+        x, y = h.clone().requires_grad_(), w.clone().requires_grad_()
+        log_probs, entropies = function(x, y, spread, 1.0)
+        want = torch.autograd.grad(log_probs.sum() + entropies.mean(), (x, y))
+        if function is triton:
+            got = want
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
+    grads = []
+    for slopes in (a[:1].expand(50), a[:1].repeat(50).double()):
+        x, y = h.clone().requires_grad_(), w.clone().requires_grad_()
+        loss, _, _ = linear_token_loss(x, y, spread, lambda log_probs, rows, s=slopes: (s[rows] * log_probs, s[rows]), kernel="triton")
+        grads.append(torch.autograd.grad(loss, (x, y)))
+    torch.testing.assert_close(*grads, rtol=0, atol=0)
+    torch.testing.assert_close(grads[0][0] / a[0], torch.autograd.grad(plain(x, y, targets, 1.0)[0].sum(), x)[0], rtol=1e-4, atol=1e-4)
+
+
 def test_row_offsets_pass_two_to_the_31():
     """Row 2 of this view starts 2^31 elements into its buffer (4 GB of address space, three pages of memory): 32-bit offsets would wrap."""
     h, w, targets, upstream = problem(num_tokens=3, hidden=64, vocab=130, dtype=torch.bfloat16)
