@@ -2,6 +2,7 @@
 
 import ipaddress
 import os
+import signal
 import socket
 
 import hypothesis
@@ -15,6 +16,9 @@ def pytest_configure(config):
     # Tiny tensors gain nothing from threads, and the scripts that tests start would fight for the cores.
     # Before torch is imported: OpenMP reads it once. Started processes inherit it.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # A shell starts background jobs with Ctrl-C ignored, and so would be the scripts that tests start and interrupt.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items):
