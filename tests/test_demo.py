@@ -32,6 +32,7 @@ def test_the_smoke_demo_runs_every_stage_and_keeps_finished_work(tmp_path):
     for words in ("success T=1", "after SFT", "after IGPO", "paired by question"):
         assert words in first.stdout
 
+    assert [path.name for path in (tmp_path / "demo").iterdir() if path.is_dir()] == ["smoke_seed_0"], "a demo would take these stages for its own"
     made = {path: path.read_bytes() for path in tmp_path.rglob("trajectories.jsonl")} | {p: p.read_bytes() for p in tmp_path.rglob("metrics.jsonl")}
     assert len(made) == 8  # six evaluations, two trainings
     second = smoke(tmp_path / "demo")

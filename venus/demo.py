@@ -3,7 +3,8 @@
     python -m venus.demo [--seed S]     about ten minutes on two cores
     python -m venus.demo --smoke        the same path with tiny budgets
 
-Everything lies under OUTPUT/seed_S; a finished stage is kept, an interrupted one goes on where it stopped. Remove the directory to start anew.
+Everything lies under runs/demo/seed_S (runs/smoke/smoke_seed_S). A finished stage is kept, an interrupted one goes on where it stopped; remove the
+directory to start anew.
 """
 
 import json
@@ -34,7 +35,7 @@ STEPS_FLAGS = ("--weight-decay", "0", "--max-tokens-per-micro-batch", "16384")
 
 @dataclass(frozen=True)
 class DemoConfig:
-    output: str = option("runs/demo", help="directory of all results")
+    output: str | None = option(None, help="directory of all results; empty is runs/demo, with --smoke runs/smoke")
     seed: int = option(0, help="seed of the world, the weights, the order of the data and the sampling noise")
     smoke: bool = option(False, help="tiny budgets: shows that every stage runs, not that it learns")
 
@@ -60,7 +61,9 @@ SMOKE = Budget(
 
 def main(cfg: DemoConfig) -> None:
     """Run the stages, then write and print what they show."""
-    budget, out = SMOKE if cfg.smoke else FULL, Path(cfg.output).resolve() / f"seed_{cfg.seed}"
+    budget, size = (SMOKE, "smoke") if cfg.smoke else (FULL, "demo")
+    # a directory for each size and seed: finished stages are kept, and those of a smoke run must not pass for the demo's
+    out = Path(cfg.output or f"runs/{size}").resolve() / (f"smoke_seed_{cfg.seed}" if cfg.smoke else f"seed_{cfg.seed}")
     world, seed = out / "world", ("--seed", str(cfg.seed))
     stage(out, "world", ["-m", "venus.world", "build", "--out", str(world), *seed, *budget.world], done=world / "manifest.json")
     start = random_model(world / "model", out / "random", cfg.seed)
