@@ -3,9 +3,9 @@
 import time
 
 import pytest
-from stub_server import completion, serve
+from stub_server import completion, hang, models, serve
 
-from venus.chat_api import ChatClient, ChatError, ChatRefusedError
+from venus.chat_api import ChatClient, ChatError, ChatRefusedError, ChatRequestError, parse_endpoint
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 KEY = "sk-very-secret"
@@ -29,6 +29,28 @@ def test_without_a_key_there_is_no_authorization_and_a_full_endpoint_is_taken_as
         answer = ChatClient(stub.url + "/chat/completions", "m").complete(MESSAGES)
     assert answer.text == "" and "Authorization" not in stub.requests[0]["headers"]
     assert stub.requests[0]["path"] == "/v1/chat/completions"
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_thoughts_that_the_server_keeps_apart_are_returned_apart(name):
+    """Their text may be null: all that such a server says of a turn that was cut off in its thoughts."""
+    with serve(lambda body, number: (200, completion(None, "length", **{name: "hm"}), {})) as stub:
+        answer = client(stub).complete(MESSAGES)
+    assert (answer.text, answer.reasoning, answer.finish_reason) == ("", "hm", "length")
+
+
+def test_parameters_go_through_as_they_are():
+    schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {}}}
+    with serve(lambda body, number: (200, completion("{}"), {})) as stub:
+        client(stub).complete(MESSAGES, response_format=schema, top_k=20)
+    assert stub.requests[0]["body"] == {"model": "m", "messages": MESSAGES, "response_format": schema, "top_k": 20}
+
+
+def test_the_models_of_an_endpoint_are_listed_as_a_probe():
+    with serve(routes={"GET /v1/models": lambda *_: (200, models("a", "b"), {})}) as stub:
+        assert client(stub, api_key=KEY).models() == ["a", "b"]
+        assert ChatClient(stub.url + "/chat/completions", "m").models() == ["a", "b"]
+    assert stub.requests[0]["headers"]["Authorization"] == f"Bearer {KEY}"
 
 
 PASSING = {
@@ -75,6 +97,43 @@ def test_a_refusal_is_not_tried_again_and_never_shows_the_key(status, body):
     with serve(lambda *_: (status, body, {"Location": "http://127.0.0.1:1/"})) as stub, pytest.raises(ChatRefusedError, match=f"HTTP {status}") as caught:
         client(stub, api_key=KEY).complete(MESSAGES)
     assert len(stub.requests) == 1 and KEY not in str(caught.value) and "\n" not in str(caught.value)
+
+
+OPENAI = {"error": {"message": "maximum context length is 8192", "type": "invalid_request_error", "code": "context_length_exceeded"}}
+VLLM = {"object": "error", "message": "The model's context length is only 8192", "type": "BadRequestError", "param": None, "code": 400}
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "too_long", "said"),
+    [
+        (400, OPENAI, True, "maximum context length is 8192"),
+        (400, VLLM, True, "context length is only 8192"),
+        (413, "too large", False, "too large"),
+        (422, {"detail": "bad field"}, False, "bad field"),
+        (400, {"error": "top_k"}, False, "top_k"),
+    ],
+)
+def test_a_refusal_of_this_request_is_told_from_a_refusal_of_the_client(status, body, too_long, said):
+    """Another request may pass, so a caller may go on; the message is the service's own, in whichever shape it comes."""
+    with serve(lambda *_: (status, body, {})) as stub, pytest.raises(ChatRequestError, match=said) as caught:
+        client(stub).complete(MESSAGES)
+    assert caught.value.too_long == too_long and len(stub.requests) == 1 and "{" not in str(caught.value)
+
+
+def test_all_tries_together_end_at_the_deadline_of_the_call():
+    with serve(lambda *_: hang) as stub:
+        started = time.monotonic()
+        with pytest.raises(ChatError, match="takes too long") as caught:
+            client(stub, timeout=0.3).complete(MESSAGES, seconds=0.5)
+        assert time.monotonic() - started < 2
+    assert caught.value.timed_out and len(stub.requests) == 2
+
+
+def test_an_endpoint_is_written_with_its_address_and_model():
+    assert parse_endpoint("openai:http://127.0.0.1:8000/v1:org/qwen3:4b", "--policy") == ("http://127.0.0.1:8000/v1", "org/qwen3:4b")
+    for bad in ("gpt", "openai:gpt", "openai:http://h/v1", "openai:ftp://h:m", "openai:http://me:mine@h/v1:m", "openai:http://h/v1:"):
+        with pytest.raises(ValueError, match="--policy .* give openai:BASE_URL:MODEL"):
+            parse_endpoint(bad, "--policy")
 
 
 def test_retry_after_is_obeyed():

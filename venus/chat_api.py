@@ -1,33 +1,33 @@
 """A client of one OpenAI-compatible chat endpoint: blocking calls, bounded in time, retried where that can help."""
 
-import json
-import random
+import math
 import re
-import time
 from dataclasses import dataclass, field
 
-import requests
+from venus.http_calls import CallError as ChatError
+from venus.http_calls import RefusedError as ChatRefusedError
+from venus.http_calls import Reply, TryError, exchange, with_tries
 
-RETRIED = (408, 409, 425, 429, 500, 502, 503, 504, 524, 529)
-SPENT = ("insufficient_quota", "not enough credits", "insufficient balance", "billing")  # a 429 that no waiting cures
-MAX_WAIT = 60.0  # seconds before another try, whatever Retry-After says
 MAX_BYTES = 1 << 20  # of a response
+ENDPOINT = re.compile(r"openai:(?!https?://[^/\s]*@)(https?://[^/\s]+(?:/[^\s:]*)?):(\S+)")  # no password: flags are saved with the run
+TOO_LONG = re.compile(r"context.?(length|window)|prompt is too long|too many tokens|reduce the length", re.IGNORECASE)
 
 
-class ChatError(Exception):
-    """A call gave no answer, after all tries: the service is down or busy, or its answer cannot be read. The next call may work."""
+class ChatRequestError(ChatRefusedError):
+    """The service refuses this request, not the client; too_long: its messages do not fit the model's context."""
 
-
-class ChatRefusedError(ValueError):
-    """The service refuses this client (key, quota, address, model): every further call would fail too, so the run should end."""
+    def __init__(self, said: str, *, too_long: bool):
+        super().__init__(said)
+        self.too_long = too_long
 
 
 @dataclass(frozen=True)
 class Completion:
-    """The text of an answer; finish_reason `length` means that it was cut off."""
+    """The text of an answer; finish_reason `length` means that it was cut off; reasoning: thoughts that the server keeps apart from the text."""
 
     text: str
     finish_reason: str
+    reasoning: str = ""
 
 
 @dataclass(frozen=True)
@@ -41,61 +41,57 @@ class ChatClient:
     tries: int = 4
     first_wait: float = 1.0
 
-    def complete(self, messages: list[dict], **parameters) -> Completion:
+    def complete(self, messages: list[dict], *, seconds: float = math.inf, **parameters) -> Completion:
         """Return the answer to the messages; parameters (temperature, max_tokens, ..) go into the request as they are.
 
-        ChatRefusedError at once for what no further try can cure, ChatError when the tries are used up. Thread safe.
+        seconds: for all tries together. ChatRefusedError at once for what no further try can cure (ChatRequestError where another request might
+        pass), ChatError when the tries or the time are used up. Thread safe.
         """
-        for attempt in range(self.tries):
-            try:
-                return self._try_once({"model": self.model, "messages": messages, **parameters})
-            except _RetryError as error:
-                if attempt + 1 == self.tries:
-                    raise ChatError(f"{self.model} at {self.base_url}: {error} ({self.tries} tries)") from None
-                time.sleep(min(error.wait or self.first_wait * 2**attempt * random.uniform(0.5, 1.5), MAX_WAIT))
-        raise AssertionError("tries must be at least 1")
+        body = {"model": self.model, "messages": messages, **parameters}
+        return self._with_tries(lambda left: self._completion(self._ask("POST", "/chat/completions", left, body)), seconds)
 
-    def _try_once(self, body: dict) -> Completion:
-        url = self.base_url.rstrip("/")
-        url = url if url.endswith("/chat/completions") else url + "/chat/completions"
+    def models(self) -> list[str]:
+        """Names of the models that the endpoint serves. Errors as of `complete`."""
+        return self._with_tries(lambda left: _read(self._ask("GET", "/models", left, None), lambda answer: [row["id"] for row in answer["data"]]), math.inf)
+
+    def _with_tries(self, attempt, seconds: float):
+        try:
+            return with_tries(attempt, tries=self.tries, first_wait=self.first_wait, seconds=seconds)
+        except ChatError as error:
+            raise ChatError(f"{self.model}: {error}", timed_out=error.timed_out) from None
+
+    def _ask(self, method: str, path: str, left: float, body: dict | None) -> Reply:
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        try:
-            with requests.post(url, json=body, headers=headers, timeout=self.timeout, stream=True, allow_redirects=False) as response:
-                return self._read(response, self._body_of(response))
-        except requests.RequestException as error:
-            raise _RetryError(type(error).__name__) from None  # its text may hold the proxy's address and password
+        url = self.base_url.rstrip("/").removesuffix("/chat/completions") + path
+        reply = exchange(method, url, seconds=min(self.timeout, left), max_bytes=MAX_BYTES, headers=headers, body=body)
+        if reply.status != 200:
+            reply.raise_if_passing(self.api_key)
+            if reply.status in (400, 413, 422) and not reply.spent:
+                raise ChatRequestError(f"{self.model} refuses this request: {reply.said(self.api_key)}", too_long=bool(TOO_LONG.search(reply.text)))
+            raise ChatRefusedError(f"{self.model} at {self.base_url} refuses: {reply.said(self.api_key)}")
+        return reply
 
-    def _body_of(self, response: requests.Response) -> bytes:
-        """Read the body under the deadline: the timeout of `requests` bounds only the wait for the next byte."""
-        deadline, body = time.monotonic() + self.timeout, bytearray()
-        for byte in response.iter_content(1):  # a larger piece would be waited for until it is full, however slowly it fills
-            body += byte
-            if time.monotonic() > deadline or len(body) > MAX_BYTES:
-                raise _RetryError("the answer is too large" if len(body) > MAX_BYTES else "the answer takes too long")
-        return bytes(body)
+    def _completion(self, reply: Reply) -> Completion:
+        def read(answer):
+            choice = answer["choices"][0]
+            message = choice["message"]
+            reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
+            return Completion(message["content"] or "", choice.get("finish_reason") or "stop", reasoning)
 
-    def _read(self, response: requests.Response, body: bytes) -> Completion:
-        text = body.decode("utf-8", "replace")
-        if response.status_code != 200:
-            said = " ".join(f"HTTP {response.status_code} {_without(self.api_key, text)}".split())[:300]
-            if response.status_code in RETRIED and not any(word in text.lower() for word in SPENT):
-                wait = response.headers.get("Retry-After", "")
-                raise _RetryError(said, float(wait) if re.fullmatch(r"\d+(\.\d+)?", wait) else None)
-            raise ChatRefusedError(f"{self.model} at {self.base_url} refuses: {said}")
-        try:
-            choice = json.loads(text)["choices"][0]
-            return Completion(choice["message"]["content"] or "", choice.get("finish_reason") or "stop")
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError):
-            raise _RetryError(f"no chat completion in the answer: {' '.join(text.split())[:200]}") from None
+        return _read(reply, read)
 
 
-class _RetryError(Exception):
-    """One try failed and the next may not; wait: seconds the service asked for."""
+def _read(reply: Reply, read):
+    """What `read` makes of the JSON of an answer; TryError when the answer has another form."""
+    try:
+        return read(reply.json_object())
+    except (KeyError, IndexError, TypeError, AttributeError):
+        raise TryError(f"no such answer: {' '.join(reply.text.split())[:200]}") from None
 
-    def __init__(self, said: str, wait: float | None = None):
-        super().__init__(said)
-        self.wait = wait
 
-
-def _without(secret: str | None, text: str) -> str:
-    return text.replace(secret, "***") if secret else text
+def parse_endpoint(spec: str, flag: str) -> tuple[str, str]:
+    """Split openai:BASE_URL:MODEL into base url and model; ValueError names the flag."""
+    found = ENDPOINT.fullmatch(spec)
+    if not found:
+        raise ValueError(f"{flag} {spec!r}: give openai:BASE_URL:MODEL, such as openai:http://127.0.0.1:8000/v1:qwen3")
+    return found[1], found[2]

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 
-class ToolServiceError(Exception):
-    """The service behind a tool is down (not: this page is missing). The agent ends the trajectory with stop_reason `tool_error`."""
+class ToolServiceError(ValueError):
+    """A service behind a tool is down, or the run's budget is spent. Like any ValueError of a tool it ends the run; finished rollouts are kept."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,14 @@ class ToolResult:
     text: str
     status: str
     items: tuple = ()
+
+
+@dataclass(frozen=True)
+class VisitedPage:
+    """What a visit found on a page that exists; summary None = nothing on the goal."""
+
+    url: str
+    summary: str | None
 
 
 class Tool(Protocol):

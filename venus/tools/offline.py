@@ -6,14 +6,15 @@ A corpus is a JSONL file of pages {url, title, text, links}. A question names it
 import hashlib
 import math
 import re
-from collections import Counter
+from array import array
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 
 from venus.jsonl import read_jsonl
 from venus.protocol import SearchHit, format_search, format_visit
-from venus.tools.base import Tool, ToolResult
+from venus.tools.base import Tool, ToolResult, VisitedPage
 
 K1, B = 1.2, 0.75  # BM25: how fast a repeated term saturates, how much long pages are discounted
 STOP_WORDS = frozenset({"a", "an", "and", "at", "by", "for", "from", "in", "is", "of", "on", "or", "the", "to", "was", "what", "who"})
@@ -39,14 +40,6 @@ class Page:
         return cls(url, title, text, tuple(links))
 
 
-@dataclass(frozen=True)
-class VisitedPage:
-    """What a visit found on a page that exists; summary None = nothing on the goal."""
-
-    url: str
-    summary: str | None
-
-
 def words(text: str) -> list[str]:
     """Lower-case words; each CJK ideograph is one: "Borhok, 東京 9" -> borhok 東 京 9."""
     return re.findall(r"[\u4e00-\u9fff]|[^\W\u4e00-\u9fff]+", text.lower())
@@ -58,16 +51,16 @@ class Corpus:
     def __init__(self, pages: dict[str, Page]):
         self.pages = pages
         self._sorted = sorted(pages.values(), key=lambda page: page.url)
-        # The title counts twice: of two pages with "Borhok" once in the text, the one that is about Borhok comes first.
-        counts = [Counter(words(page.title) * 2 + words(page.text)) for page in self._sorted]
-        mean_length = sum(count.total() for count in counts) / len(counts)
-        holders = Counter(term for count in counts for term in count)
-        self._postings: dict[str, list[tuple[int, float]]] = {term: [] for term in holders}  # term -> (page number, weight)
-        for number, count in enumerate(counts):
-            norm = K1 * (1 - B + B * count.total() / mean_length)
+        self._postings: defaultdict[str, array] = defaultdict(lambda: array("I"))  # term -> page number, count, page number, count, ..
+        lengths = []
+        for number, page in enumerate(self._sorted):
+            # The title counts twice: of two pages with "Borhok" once in the text, the one that is about Borhok comes first.
+            count = Counter(words(page.title) * 2 + words(page.text))
+            lengths.append(count.total())
             for term, tf in count.items():
-                idf = math.log(1 + (len(pages) - holders[term] + 0.5) / (holders[term] + 0.5))
-                self._postings[term].append((number, idf * tf * (K1 + 1) / (tf + norm)))
+                self._postings[term].extend((number, tf))
+        mean_length = sum(lengths) / len(lengths) or 1.0
+        self._norms = [K1 * (1 - B + B * length / mean_length) for length in lengths]
 
     @classmethod
     def load(cls, path: str | Path) -> "Corpus":
@@ -88,8 +81,11 @@ class Corpus:
         """Return the top_k pages by BM25 score, ties by url; pages that share no word with the query are no hits."""
         scores: dict[int, float] = {}
         for term in words(query):
-            for number, weight in self._postings.get(term, ()):
-                scores[number] = scores.get(number, 0.0) + weight
+            posting = self._postings.get(term, array("I"))
+            holders = len(posting) // 2
+            idf = math.log(1 + (len(self.pages) - holders + 0.5) / (holders + 0.5))
+            for number, tf in zip(posting[::2], posting[1::2], strict=True):
+                scores[number] = scores.get(number, 0.0) + idf * tf * (K1 + 1) / (tf + self._norms[number])
         return [self._sorted[n] for n in sorted(scores, key=lambda n: (-scores[n], n))[:top_k]]
 
 
@@ -104,7 +100,7 @@ class CorpusCache:
     def get(self, path: str | None) -> Corpus:
         """Return the corpus at `path`; ValueError for a question without one."""
         if path is None:
-            raise ValueError("the question names no corpus; the offline tools need one (field 'corpus' of the question file)")
+            raise ValueError("the question names no corpus, which offline tools need (field 'corpus' of the question file); --tools live needs none")
         with self._lock:  # held while loading: of ten rollouts on one question, one reads the file
             self._corpora[path] = corpus = self._corpora.pop(path, None) or Corpus.load(path)
             if len(self._corpora) > self.capacity:
@@ -161,7 +157,7 @@ class OfflineVisit(Tool):
         return "\n".join(lines[n] for n in sorted(best)) or None  # a goal without content words gets the page's beginning
 
 
-def offline_tools(*, top_k: int = 3, shuffle: bool = True) -> dict[str, Tool]:
+def offline_tools(cache: CorpusCache | None = None, *, top_k: int = 3, shuffle: bool = True) -> dict[str, Tool]:
     """Return {"search", "visit"} over one shared corpus cache; the defaults are those under which the world's experts were recorded."""
-    cache = CorpusCache()
+    cache = cache or CorpusCache()
     return {tool.name: tool for tool in (OfflineSearch(cache, top_k=top_k, shuffle=shuffle), OfflineVisit(cache))}

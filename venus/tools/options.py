@@ -1,0 +1,142 @@
+"""Which tools a run uses, as flags of its script: the offline corpus, or the live web."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from venus.chat_api import ChatClient, parse_endpoint
+from venus.cli import option
+from venus.tools.base import Tool
+from venus.tools.cassette import Cassette, CassetteTool, file_digest
+from venus.tools.offline import CorpusCache, offline_tools
+from venus.tools.pages import Fetch, Jina
+from venus.tools.web import FIRST_WAIT, PAGE_CHARS, PATIENCE, SUMMARY_TOKENS, TRIES, Budget, Serper, Service, WebVisit
+
+SEARCHES, VISITS = (23, 59), (8, 10)  # of a rollout, on average over the released SFT data and over the released RL rollouts
+CHARS_A_TOKEN = 4
+
+
+@dataclass(frozen=True)
+class Keys:
+    """What the services know a user by. A script reads them once and passes them on; they are never shown, saved or logged."""
+
+    serper: str | None = field(default=None, repr=False)
+    jina: str | None = field(default=None, repr=False)
+    summary: str | None = field(default=None, repr=False)
+    judge: str | None = field(default=None, repr=False)
+    policy: str | None = field(default=None, repr=False)
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> "Keys":
+        """SERPER_API_KEY and JINA_API_KEY; SUMMARY_API_KEY, JUDGE_API_KEY and POLICY_API_KEY, each OPENAI_API_KEY where it is not set."""
+        found = {name: environ.get(f"{name.upper()}_API_KEY", "").strip() or None for name in ("serper", "jina", "summary", "judge", "policy", "openai")}
+        shared = found.pop("openai")
+        return cls(**{name: key or (None if name in ("serper", "jina") else shared) for name, key in found.items()})
+
+
+@dataclass(frozen=True)
+class ToolOptions:
+    """What answers a search and a visit."""
+
+    # tools
+    tools: str = option("offline", help="search and visit over the question's corpus, or over the live web", choices=("offline", "live"))
+    reader: str = option("jina", help="pages through Jina Reader, or fetched as they are, without scripts and without a key", choices=("jina", "fetch"))
+    summary: str | None = option(None, help="openai:BASE_URL:MODEL that summarises visited pages for the goal; live tools need one")
+    search_base: str = option("https://google.serper.dev", help="address of Serper")
+    reader_base: str = option("https://r.jina.ai", help="address of Jina Reader")
+    search_concurrency: int = option(8, help="queries at once", unit="calls")
+    reader_concurrency: int = option(8, help="pages read at once", unit="calls")
+    summary_concurrency: int = option(8, help="pages summarised at once", unit="calls")
+    web_seconds: float = option(60.0, help="longest wait for one request; all its tries share --tool-seconds", unit="s")
+    web_budget: int | None = option(None, help="queries, pages and summaries of a process; one more ends the run. Empty is no limit", unit="calls")
+    proxy: str | None = option(None, help="http(s)://host:port for searches and pages; empty: HTTPS_PROXY and the like, as for all other calls")
+    allow_private: bool = option(False, help="let the model visit loopback, private and link-local addresses")
+    blocked: tuple[str, ...] = option((), help="parts of addresses that are neither shown nor opened; those of a benchmark's copies are added by eval.py")
+    cassette: str = option("off", help="record the tools' answers, or replay them without any tool", choices=("off", "record", "replay"))
+    cassette_file: str | None = option(None, help="JSONL file of recorded answers, appended to")
+
+    def validate(self) -> None:
+        """ValueError for a value out of range, or one that lacks another."""
+        for name in ("search_concurrency", "reader_concurrency", "summary_concurrency", "web_seconds", "web_budget"):
+            if getattr(self, name) is not None and getattr(self, name) <= 0:
+                raise ValueError(f"{name} {getattr(self, name)}: must be positive")
+        if (self.cassette == "off") != (self.cassette_file is None):
+            raise ValueError("--cassette record or replay and --cassette-file go together")
+        for name in ("search_base", "reader_base", "proxy"):
+            if getattr(self, name) is not None and not re.fullmatch(r"https?://[^/@\s]+(/\S*)?", getattr(self, name)):
+                raise ValueError(f"{name}: must be http(s)://host without a password, since flags are saved with the run; a proxy's belongs in HTTPS_PROXY")
+        if self.live:
+            self.summary_endpoint()
+
+    @property
+    def live(self) -> bool:
+        """Whether calls reach the web."""
+        return self.tools == "live" and self.cassette != "replay"
+
+    def summary_endpoint(self) -> tuple[str, str]:
+        """Base url and model of the summariser; ValueError without one."""
+        if self.summary is None:
+            raise ValueError("--tools live needs --summary openai:BASE_URL:MODEL, the model that summarises visited pages")
+        return parse_endpoint(self.summary, "--summary")
+
+    def make_tools(self, keys: Keys, corpora: CorpusCache | None = None) -> dict[str, Tool]:
+        """Return {"search", "visit"}, to be made once a run: they hold its caches and its budget. corpora: those already read, for the offline tools.
+
+        ValueError for a key that is missing.
+        """
+        if self.cassette == "replay":
+            cassette = Cassette(self.cassette_file, record=False)
+            return {name: CassetteTool(name, None, cassette) for name in ("search", "visit")}
+        tools = self.web_tools(keys) if self.live else offline_tools(corpora)
+        if self.cassette == "record":
+            cassette = Cassette(self.cassette_file, record=True)
+            return {name: CassetteTool(name, tool, cassette) for name, tool in tools.items()}
+        return tools
+
+    def web_tools(self, keys: Keys) -> dict[str, Tool]:
+        """The live tools; one budget for all their calls."""
+        budget = Budget(self.web_budget)
+        patience = None if self.reader == "fetch" else PATIENCE  # each fetched page is a service of its own
+        pages = Service(self.reader, calls=self.reader_concurrency, seconds=self.web_seconds, budget=budget, patience=patience)
+        summaries = self._service("summary", self.summary_concurrency, budget)
+        allowed = {"allow_private": self.allow_private, "blocked": self.blocked}
+        visit = WebVisit(self.page_reader(keys), pages, self.summary_client(keys), summaries, **allowed)
+        return {"search": self.searcher(keys, budget), "visit": visit}
+
+    def _service(self, name: str, calls: int, budget: Budget) -> Service:
+        return Service(name, calls=calls, seconds=self.web_seconds, budget=budget, patience=PATIENCE)
+
+    def searcher(self, keys: Keys, budget: Budget) -> Serper:
+        """The search tool; ValueError without a key."""
+        if keys.serper is None:
+            raise ValueError("--tools live needs SERPER_API_KEY in the environment")
+        return Serper(self.search_base, keys.serper, self._service("serper", self.search_concurrency, budget), self.proxy, self.blocked)
+
+    def page_reader(self, keys: Keys) -> Jina | Fetch:
+        """What reads a page; ValueError for Jina without a key."""
+        if self.reader == "fetch":
+            return Fetch(self.proxy, self.allow_private)
+        if keys.jina is None:
+            raise ValueError("--reader jina needs JINA_API_KEY in the environment; --reader fetch reads pages without a key")
+        return Jina(self.reader_base, keys.jina, self.proxy)
+
+    def summary_client(self, keys: Keys) -> ChatClient:
+        """The client of the summariser."""
+        return ChatClient(*self.summary_endpoint(), keys.summary, self.web_seconds, TRIES, FIRST_WAIT)
+
+    def tools_manifest(self) -> dict:
+        """What decides the tools' answers, for the manifest of a trajectory."""
+        if self.cassette == "replay":
+            return {"tools": self.tools, "cassette": file_digest(self.cassette_file)}
+        if not self.live:
+            return {"tools": "offline"}
+        return {"tools": "live", "reader": self.reader, "summary": self.summary_endpoint()[1], "blocked": list(self.blocked)}
+
+    def web_plan(self, num_rollouts: int, max_turns: int) -> list[tuple[str, str]]:
+        """Rows for `print_plan`: calls as in the released rollouts, and the tokens of their summaries at most; none for tools that cost nothing."""
+        if not self.live:
+            return []
+        counts = [[num_rollouts * min(count, max_turns - 1) for count in counts] for counts in (SEARCHES, VISITS)]
+        tokens = counts[1][1] * (PAGE_CHARS // CHARS_A_TOKEN + SUMMARY_TOKENS)
+        rows = [(name, f"{low:,} to {high:,}") for name, (low, high) in zip(("searches, about", "pages opened, about"), counts, strict=True)]
+        return [*rows, ("summary tokens, at most", f"{tokens:,}")]
