@@ -276,7 +276,7 @@ def test_a_model_judges_and_its_errors_lie_apart(tmp_path):
         asked = len(stub.requests)
         assert all(request["headers"]["Authorization"] == f"Bearer {KEY}" for request in stub.requests)
         again, _ = clean(tmp_path, *judge, "--verdicts", tmp_path / "out.verdicts.jsonl", name="again", OPENAI_API_KEY=KEY)
-    assert asked == 30 and len(stub.requests) == asked + 1 and contents(again) == contents(out)  # all but the error came from the cache
+    assert asked == 31 and len(stub.requests) == asked + 2 and contents(again) == contents(out)  # all but the error, asked twice, came from the cache
     assert stats["rows"]["correct"] == 20 and stats["dropped_rows"] == {"incorrect": 9, "judge_error": 1}
     assert [row["question"] for row in load_rows(out / "judge_errors.jsonl")] == ["q9"]
     assert stats["judge"]["model"] == "m" and stats["judge"]["base_url"] == stub.url and stats["judge"]["prompt_hash"]
@@ -302,7 +302,7 @@ def test_bad_input_is_one_line_and_leaves_nothing_behind(tmp_path):
     assert "bad.parquet: " in refusal("--input", tmp_path / "bad.parquet", "--output", tmp_path / "out2", "--workers", 1)
     assert "taken is not empty" in refusal("--input", tmp_path / "in.jsonl", "--output", tmp_path / "taken")
     assert "cannot read the tokenizer" in refusal(*given, "--tokenizer", tmp_path / "absent")
-    assert "give match, none or openai" in refusal(*given, "--judge", "gpt")
+    assert "give match, em, gaia, none or openai" in refusal(*given, "--judge", "gpt")
     assert "must rise" in refusal(*given, "--copies", 1, 2)
     assert "--input is required" in refusal("--output", tmp_path / "out")
     assert "0 <= validation < 1" in refusal(*given, "--validation", 1)

@@ -79,6 +79,20 @@ def test_outcome_by_kind(kind, value):
     assert outcome_of("paris paris paris paris", ["paris"], kind) == pytest.approx(value, abs=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("prediction", "alias", "score"),
+    [
+        ("17", "17", 1), ("$1,234.50", "1234.5", 1), (" 17 % ", "17", 1), ("-5", "5", 0), ("seventeen", "17", 0), ("", "17", 0), ("1e3", "1000", 1),
+        ("rome; OSLO", "Rome, Oslo", 1), ("Oslo, Rome", "Rome, Oslo", 0), ("Rome", "Rome, Oslo", 0), ("1.0, two", "1;Two", 1), ("1, 3", "1, 2", 0),
+        ("St Peters burg!", "St. Petersburg", 1), ("Saint Petersburg", "St. Petersburg", 0), ("St Petersburg, Oslo", "St. Petersburg, Oslo", 0),
+        ("1234", "1,234", 0), ("inf", "inf", 1), ("inf", "7", 0), ("nan", "nan", 1), (None, "17", 0),
+    ],
+)  # fmt: skip
+def test_gaias_quasi_exact_match_goes_by_the_form_of_the_alias(prediction, alias, score):
+    """A number, a list (in order, punctuation kept) or text. A thousands comma in the alias makes a list of it, as in GAIA's scorer."""
+    assert outcome_of(prediction, [alias], "gaia") == score
+
+
 def test_unknown_outcome_kind_is_named():
     with pytest.raises(ValueError, match="outcome reward 'bleu' is none of em, f1"):
         outcome_of("x", ["x"], "bleu")

@@ -19,8 +19,8 @@ import json
 import os
 import shutil
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -29,14 +29,14 @@ from tqdm import tqdm
 
 from venus import protocol
 from venus.align import RefusedError, Step, align
-from venus.chat_api import ChatClient
 from venus.cli import option, run
-from venus.judge import PROMPT_HASH, Case, Judge, ModelJudge, Verdict, match, parse_judge
+from venus.judge import Case, Judge, open_judge, parse_judge
 from venus.pipeline import STATE, Journal, in_order
 from venus.prune import Account, drop, keep_valid, prune
 from venus.record import save_run
 from venus.rows import aliases_of, count_lines, decode, raw_rows, row_files
 from venus.tokenizer import ChatTokenizer
+from venus.verdicts import PROMPTS, Verdict
 
 STEPS = ("read", "aligned", "pruned", "fitting", "correct")
 FILES = ("train.jsonl", "validation.jsonl", "removed.jsonl", "judge_errors.jsonl")
@@ -60,7 +60,7 @@ class CleanConfig:
     max_length: int = option(200_000, help="longest row kept", unit="tokens")
     overlong: str = option("drop", help="longer rows: drop, or cut the last turns before the answer", choices=("drop", "cut"))
     # 3 correctness
-    judge: str = option("match", help="openai:BASE_URL:MODEL (key: OPENAI_API_KEY), match (offline: equal, or contained) or none")
+    judge: str = option("match", help="openai:BASE_URL:MODEL (key: OPENAI_API_KEY), match (offline: equal, or contained), em (equal) or none")
     judge_calls: int = option(16, help="judge calls under way at once")
     verdicts: str | None = option(None, help="file of the cached verdicts (absent: OUTPUT.verdicts.jsonl)")
     # 4 resampling and split
@@ -186,7 +186,8 @@ def main(cfg: CleanConfig, api_key: str | None = None) -> None:
     if cfg.tokenizer:
         load_tokenizer(cfg.tokenizer)  # a wrong path fails here, in one line
     copies = [COPIES.format(k) for k in range(1, max(cfg.copies))] if cfg.materialise else []
-    with open_judge(cfg, api_key) as judge, closing(Journal(partial, [*FILES, *copies], settings)) as journal:
+    verdicts = Path(cfg.verdicts or f"{cfg.output}.verdicts.jsonl")
+    with open_judge(cfg.judge, api_key, verdicts, cfg.judge_calls) as judge, closing(Journal(partial, [*FILES, *copies], settings)) as journal:
         clean_files(cfg, files, judge, journal)
         stats = summary(cfg, journal)
     for name in copies:
@@ -200,17 +201,6 @@ def main(cfg: CleanConfig, api_key: str | None = None) -> None:
         out.rmdir()  # it is empty, see above
     os.replace(partial, out)
     print_table(stats)
-
-
-@contextmanager
-def open_judge(cfg: CleanConfig, api_key: str | None) -> Iterator[Judge]:
-    """Yield the judge that the config names (`none`: one that is never asked)."""
-    endpoint = parse_judge(cfg.judge)
-    if endpoint is None:
-        yield match
-        return
-    with closing(ModelJudge(ChatClient(*endpoint, api_key), Path(cfg.verdicts or f"{cfg.output}.verdicts.jsonl"), cfg.judge_calls)) as judge:
-        yield judge
 
 
 def clean_files(cfg: CleanConfig, files: Sequence[Path], judge: Judge, journal: Journal) -> None:
@@ -257,7 +247,8 @@ def summary(cfg: CleanConfig, journal: Journal) -> dict:
         **{name: tables.get(name, {}) for name in named}, "turn_buckets": buckets,
         "train": tables.get("train", {"rows": 0, "instances": 0}), "validation": tables.get("validation", {"rows": 0, "instances": 0}),
         "tokens": tables.get("tokens") if cfg.tokenizer else None,
-        "judge": {"name": cfg.judge} if endpoint is None else {"name": "openai", "base_url": endpoint[0], "model": endpoint[1], "prompt_hash": PROMPT_HASH},
+        "judge": {"name": cfg.judge} if endpoint is None
+        else {"name": "openai", "base_url": endpoint[0], "model": endpoint[1], "prompt_hash": PROMPTS["browsecomp"].hash},
         "seconds": journal.seconds,
     }  # fmt: skip
 

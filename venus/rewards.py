@@ -1,4 +1,4 @@
-"""Outcome rewards by rule (EM, F1) and the share of well-formed turns. A judge is a callable of its own and lives elsewhere.
+"""Outcome rewards by rule (EM, F1, GAIA's) and the share of well-formed turns. A judge is a callable of its own and lives elsewhere.
 
 Normalisation is SQuAD's: lower case, ASCII punctuation deleted (no space in its place), the articles a, an, the dropped, white space
 squeezed: "the U.S.A." -> "usa", "J.K. Rowling" -> "jk rowling". SQuAD cuts tokens at spaces only, which leaves Chinese and Japanese in one
@@ -49,7 +49,14 @@ def igpo_f1(prediction: str | None, aliases: Sequence[str]) -> float:
     return _best(_set_f1, prediction, aliases)
 
 
-REWARDS: dict[str, Callable[[str | None, Sequence[str]], float]] = {"em": exact_match, "f1": f1_score}
+def quasi_match(prediction: str | None, aliases: Sequence[str]) -> float:
+    """Return GAIA's quasi-exact match, 1.0 or 0.0, by the form of the alias: a number ("$1,234" -> 1234), a list cut at commas and
+    semicolons (as long, element by element), or text without case, spaces and punctuation. As there, "1,234" in the alias is a list.
+    """
+    return _best(_quasi, prediction, aliases)
+
+
+REWARDS: dict[str, Callable[[str | None, Sequence[str]], float]] = {"em": exact_match, "f1": f1_score, "gaia": quasi_match}
 
 
 def outcome_of(prediction: str | None, aliases: Sequence[str], kind: str) -> float:
@@ -81,6 +88,26 @@ def _exact(prediction: str, alias: str) -> float:
     if not all(pair):  # "The The", "A", "?" vanish under normalisation: then "the" would match them all. Compare what was written
         pair = prediction.strip().lower(), alias.strip().lower()
     return float(pair[0] == pair[1])
+
+
+def _quasi(prediction: str, alias: str) -> float:
+    if re.search("[,;]", alias):
+        said, wanted = (re.split("[,;]", text) for text in (prediction, alias))
+        return float(len(said) == len(wanted) and all(_same_element(*pair, drop="") for pair in zip(said, wanted, strict=True)))
+    return float(_same_element(prediction, alias, drop=string.punctuation))
+
+
+def _same_element(prediction: str, alias: str, *, drop: str) -> bool:
+    """Compare as numbers if the alias is one, else as text without spaces and without those of `drop`."""
+    if _is_number(alias):
+        said = prediction.translate(str.maketrans("", "", "$%,")).strip()
+        return _is_number(said) and float(said) == float(alias)
+    said, wanted = ("".join(c for c in text.lower() if not c.isspace() and c not in drop) for text in (prediction, alias))
+    return said == wanted
+
+
+def _is_number(text: str) -> bool:
+    return re.fullmatch(r"\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*", text) is not None
 
 
 def _multiset_f1(prediction: str, alias: str) -> float:
