@@ -1,192 +1,252 @@
-"""Evaluate an agent: trajectories -> verdicts -> success with confidence intervals, pass@k, tool use.
+"""Evaluate an agent: trajectories -> verdicts -> success with confidence intervals, pass@k, tool use, why the wrong ones failed.
 
-    python eval.py --model DIR --questions questions.jsonl --samples 4 --output runs/eval      roll out, then grade
-    python eval.py --trajectories trajectories.jsonl --questions questions.jsonl --output ...  grade what is there
+    python eval.py --model DIR --questions questions.jsonl --samples 4 --output runs/eval         roll out, then grade
+    python eval.py --model DIR --benchmark browsecomp --data FILE --tools live --judge openai:BASE_URL:MODEL --output runs/browsecomp
+    python eval.py --trajectories FILE.. --tokenizer DIR --questions questions.jsonl --output ..  grade what is there, ours or other runners'
+    python eval.py ... --baseline runs/other --report report.html                                 compare, and look at it
+
+The output directory holds trajectories.jsonl (when it rolled out), judge.jsonl (a model's verdicts as they come), verdicts.jsonl, summary.json
+(its keys: `analysis.summarise`) and run.json. The same command resumes: finished rollouts and verdicts are kept, failed ones are made again.
 """
 
+import functools
 import json
 import os
-from collections import Counter
-from dataclasses import asdict, dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from venus import analysis, grading
+from venus.agent import Agent
+from venus.benchmarks import BENCHMARKS
+from venus.chat_api import ChatClient
 from venus.cli import option, run
 from venus.collect import RolloutOptions, check_corpora, collect, jobs_of
-from venus.jsonl import read_jsonl, write_jsonl
+from venus.data import read_rollouts
+from venus.jsonl import write_jsonl
+from venus.judge import RULES, ModelJudge, parse_judge
 from venus.model import Qwen3Config
 from venus.record import print_plan, save_run
-from venus.rewards import exact_match, f1_score, format_valid_share
-from venus.stats import mean_ci, mean_pass_at_k, paired_difference_ci, tool_use
+from venus.report import Run, read_run, write_report
 from venus.tokenizer import ChatTokenizer
-from venus.trajectory import Question, Trajectory, read_questions, read_trajectories
-from venus.weights import fingerprint, load_for_inference
+from venus.tools.options import Keys
+from venus.trajectory import Question, Trajectory, read_questions
+from venus.verdicts import PROMPTS
+
+ANSWER_CHARS, VERDICT_TOKENS, CHARS_A_TOKEN = 400, 150, 4  # what the plan takes for an answer, a verdict, a token
 
 
 @dataclass(frozen=True)
 class EvalConfig(RolloutOptions):
-    questions: str = option(help="questions.jsonl: id, question, ground_truth, corpus, meta")
-    output: str = option(help="directory of trajectories.jsonl, verdicts.jsonl and summary.json")
-    model: str | None = option(None, help="Hugging Face directory to roll out; empty: grade --trajectories")
-    trajectories: str | None = option(None, help="trajectories.jsonl to grade; empty: roll out --model")
-    samples: int = option(1, help="rollouts per question")
+    output: str = option(help="directory of all results")
+    # what is asked
+    questions: str | None = option(None, help="questions.jsonl: id, question, ground_truth, corpus, meta")
+    benchmark: str | None = option(None, help="instead: a benchmark, whose published file is --data", choices=tuple(BENCHMARKS))
+    data: str | None = option(None, help="file or directory of the benchmark, as it was published")
+    corpus: str | None = option(None, help="pages that all questions of the benchmark share, for the offline tools")
+    canary: str | None = option(None, help="canary of a benchmark whose rows hold none")
+    partial: bool = option(False, help="accept fewer questions than the benchmark has")
     num_questions: int | None = option(None, help="the first so many questions; empty is all")
+    # what answers
+    model: str | None = option(None, help="Hugging Face directory to roll out; empty: grade --trajectories")
+    samples: int = option(1, help="rollouts per question")
+    trajectories: tuple[str, ...] = option((), help="files, directories or glob patterns of trajectories to grade, ours, DR-Venus's or Tongyi's")
+    tokenizer: str | None = option(None, help="directory with the tokenizer.json of the --trajectories")
+    # what grades
+    judge: str | None = option(None, help=f"{', '.join(RULES)} or openai:BASE_URL:MODEL; empty: the benchmark's own, em for questions")
+    judge_concurrency: int = option(8, help="verdicts asked for at once", unit="calls")
     baseline: str | None = option(None, help="output directory of another evaluation on the same questions: adds the paired difference")
+    allow_unlike: bool = option(False, help="put numbers together that were made under other settings")
+    report: str | None = option(None, help="HTML file to write: figures, comparison, every trajectory")
     resamples: int = option(10_000, help="bootstrap resamples behind the intervals")
     seed: int = option(0, help="seed of the sampling noise and of the bootstrap")
     dry_run: bool = option(False, help="print the resolved config and the plan, and exit")
 
     def validate(self):
         super().validate()
-        if (self.model is None) == (self.trajectories is None):
+        if (self.model is None) == (not self.trajectories):
             raise ValueError("give either --model, to roll out, or --trajectories, to grade")
-        if min(self.samples, self.resamples) < 1 or (self.num_questions is not None and self.num_questions < 1):
-            raise ValueError("samples, resamples and num_questions must be positive")
+        if self.questions and self.benchmark or bool(self.benchmark) != bool(self.data):
+            raise ValueError("give either --questions, or --benchmark with its --data")
+        if self.model and not self.questions and not self.benchmark:
+            raise ValueError("give --questions or --benchmark: what shall the model be asked?")
+        if (self.corpus or self.canary or self.partial) and not self.benchmark:
+            raise ValueError("--corpus, --canary and --partial belong to a --benchmark; questions name their corpus themselves")
+        if self.num_questions and not self.questions and not self.benchmark:
+            raise ValueError("--num-questions needs --questions or --benchmark")
+        if self.trajectories and not self.tokenizer:
+            raise ValueError("give --tokenizer, the directory of the model's tokenizer.json: observations are read, not only counted")
+        if min(self.samples, self.resamples, self.judge_concurrency) < 1 or (self.num_questions is not None and self.num_questions < 1):
+            raise ValueError("samples, resamples, judge_concurrency and num_questions must be positive")
+        self.grader()
+
+    def grader(self) -> tuple[str, str | None, str | None]:
+        """Return the rule that grades, or the model, and its base url and prompt. ValueError: no rule grades the benchmark."""
+        metric = BENCHMARKS[self.benchmark].metric if self.benchmark else "em"
+        if self.judge == "none" or (self.judge is None and metric not in RULES):
+            raise ValueError(f"{self.benchmark or 'an evaluation'} needs a judge: --judge openai:BASE_URL:MODEL, or a rule, --judge {', '.join(RULES)}")
+        judge = self.judge or metric
+        endpoint = parse_judge(judge)
+        return (judge, None, None) if endpoint is None else (endpoint[1], endpoint[0], BENCHMARKS[self.benchmark].prompt if self.benchmark else "browsecomp")
 
 
-def main(cfg: EvalConfig) -> None:
-    """Roll out or read, grade, summarise, print."""
+def main(cfg: EvalConfig, keys: Keys) -> None:
+    """Roll out or read, grade, summarise, compare, print."""
     cfg.set_threads()
-    questions, output = read_questions(cfg.questions)[: cfg.num_questions], Path(cfg.output)
+    if cfg.benchmark:  # copies of the benchmark are not to be found, wherever the tools look
+        cfg = replace(cfg, blocked=(*cfg.blocked, *BENCHMARKS[cfg.benchmark].leaks))
+    questions, output = questions_of(cfg), Path(cfg.output)
     if cfg.dry_run:
-        rollouts = cfg.plan(Qwen3Config.read(cfg.model), len(questions) * cfg.samples) if cfg.model else []
-        print_plan(cfg, [("questions", f"{len(questions):,}"), *rollouts])
+        print_plan(cfg, plan(cfg, questions))
         return
-    baseline = read_verdicts(cfg.baseline) if cfg.baseline else None
+    baseline = analysis.read_verdicts(cfg.baseline) if cfg.baseline else []
     if cfg.model:
-        model, tokenizer = load_for_inference(cfg.model), ChatTokenizer(cfg.model)
-        check_corpora(questions)
-        agent = cfg.agent(model, tokenizer, run=output.name, seed=cfg.seed, manifest={"model": fingerprint(cfg.model)})
-        trajectories = collect(agent, jobs_of(questions, cfg.samples), output / "trajectories.jsonl")
+        own, agent = manifest_of(cfg, questions), agent_of(cfg, keys, questions)
+        tokenizer = agent.tokenizer
+        check_baseline(cfg, agent.manifest | own, {question.id for question in questions}, baseline)
+        trajectories = collect(agent, jobs_of(questions, cfg.samples), output / "trajectories.jsonl", begin=lambda: save_run(cfg, output))
     else:
-        trajectories = trajectories_of(cfg, questions)
-    verdicts = [verdict_of(trajectory) for trajectory in trajectories]
-    summary = summarise(cfg, questions, trajectories, verdicts)
+        tokenizer = ChatTokenizer(cfg.tokenizer)
+        trajectories = trajectories_of(cfg, tokenizer, questions)
+        questions = questions or list({t.question_id: Question(t.question_id, t.question, t.ground_truth) for t in trajectories}.values())
+        own = manifest_of(cfg, questions)
+        check_baseline(cfg, trajectories[0].manifest | own, {t.question_id for t in trajectories if t.ground_truth}, baseline)
+        save_run(cfg, output)
+    verdicts = grade(cfg, keys, tokenizer, questions, trajectories, own)
+    summary = {"name": cfg.benchmark or (Path(cfg.questions).stem if cfg.questions else output.name)}
+    summary |= analysis.summarise(questions, trajectories, verdicts, seed=cfg.seed, resamples=cfg.resamples)
     if baseline:
-        summary["difference"] = difference(cfg, verdicts, baseline)
-    output.mkdir(parents=True, exist_ok=True)
+        summary["difference"] = analysis.difference(verdicts, baseline, cfg.baseline, seed=cfg.seed, resamples=cfg.resamples)
     write_jsonl(output / "verdicts.jsonl", verdicts)
     summary["run"] = save_run(cfg, output)
     temporary = output / "summary.json.tmp"
     temporary.write_text(json.dumps(summary, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     os.replace(temporary, output / "summary.json")
     print_summary(summary)
+    if cfg.report:
+        report(cfg, Run(output.name, trajectories, tokenizer, verdicts, summary))
 
 
-def trajectories_of(cfg: EvalConfig, questions: list[Question]) -> list[Trajectory]:
-    """The rows of --trajectories that answer the questions. ValueError: none does, one comes twice, or answers another question under the id."""
-    asked, found = {question.id: question.question for question in questions}, {}
-    for trajectory in read_trajectories(cfg.trajectories):
-        if trajectory.question_id not in asked:
+def questions_of(cfg: EvalConfig) -> list[Question] | None:
+    """The questions asked; None: those of the trajectories."""
+    if cfg.benchmark:
+        return BENCHMARKS[cfg.benchmark].load(cfg.data, corpus=cfg.corpus, canary=cfg.canary, partial=cfg.partial)[: cfg.num_questions]
+    return read_questions(cfg.questions)[: cfg.num_questions] if cfg.questions else None
+
+
+def plan(cfg: EvalConfig, questions: list[Question] | None) -> list[tuple[str, str]]:
+    """What the evaluation would take: rollouts, calls and pages as in the released trajectories, judge calls and tokens."""
+    if not cfg.model:
+        return [("trajectories", ", ".join(cfg.trajectories)), ("questions", f"{len(questions):,}" if questions else "those of the trajectories")]
+    rollouts, (_, _, prompt) = len(questions) * cfg.samples, cfg.grader()
+    rows = [("questions", f"{len(questions):,}"), *cfg.plan(Qwen3Config.read(cfg.model), rollouts)]
+    if prompt is None:
+        return rows
+    chars = len(PROMPTS[prompt].text) + ANSWER_CHARS + sum(len("".join([q.question, *q.ground_truth])) for q in questions) / len(questions)
+    tokens = int(rollouts * (chars / CHARS_A_TOKEN + VERDICT_TOKENS))
+    return [*rows, ("judge calls, at most", f"{rollouts:,}"), ("judge tokens, about", f"{tokens:,}")]
+
+
+def manifest_of(cfg: EvalConfig, questions: list[Question]) -> dict:
+    """What decides the verdicts, beside what decided the trajectories."""
+    judge, _, prompt = cfg.grader()
+    graded = {"judge": judge, "prompt_hash": PROMPTS[prompt].hash if prompt else None}
+    return {"benchmark": cfg.benchmark} | analysis.questions_manifest(questions) | graded
+
+
+def agent_of(cfg: EvalConfig, keys: Keys, questions: list[Question]) -> Agent:
+    """The agent over the model and the tools of the run. ValueError for a corpus that is missing or broken."""
+    (model, name), tokenizer = cfg.load_policy(cfg.model, keys), ChatTokenizer(cfg.model)
+    corpora = check_corpora(questions) if cfg.tools == "offline" else None
+    return cfg.agent(model, tokenizer, run=Path(cfg.output).name, seed=cfg.seed, manifest={"model": name}, tools=cfg.make_tools(keys, corpora))
+
+
+def trajectories_of(cfg: EvalConfig, tokenizer: ChatTokenizer, questions: list[Question] | None) -> list[Trajectory]:
+    """The rows of --trajectories that answer the questions: ours by id, other runners', which have none, by their text.
+
+    ValueError: none does, one comes twice or answers another question under the id, or they were made under different settings.
+    """
+    by_id, by_text = {question.id: question for question in questions or ()}, {question.question.strip(): question for question in questions or ()}
+    found: dict[tuple, Trajectory] = {}
+    for trajectory in read_rollouts(cfg.trajectories, tokenizer):
+        theirs = "source" in trajectory.manifest
+        asked = by_text.get(trajectory.question.strip()) if theirs else by_id.get(trajectory.question_id)
+        if questions and asked is None:
             continue
-        if trajectory.question != asked[trajectory.question_id]:
-            raise ValueError(f"{cfg.trajectories}: {trajectory.id} answers another question than {cfg.questions} asks under this id")
+        if asked and trajectory.question.strip() != asked.question.strip():
+            raise ValueError(f"{trajectory.id} of run {trajectory.run!r} answers another question than {cfg.questions or cfg.data} asks under this id")
+        if asked and theirs:
+            trajectory = replace(trajectory, question_id=asked.id, ground_truth=asked.ground_truth)
         if found.setdefault(trajectory.key, trajectory) is not trajectory:
-            raise ValueError(f"{cfg.trajectories}: {trajectory.id} of run {trajectory.run!r} occurs twice")
+            raise ValueError(f"{trajectory.id} of run {trajectory.run!r} occurs twice in {' '.join(cfg.trajectories)}")
     if not found:
-        raise ValueError(f"{cfg.trajectories}: holds no trajectory of the questions in {cfg.questions}")
+        raise ValueError(f"{' '.join(cfg.trajectories)}: no trajectory of the questions in {cfg.questions or cfg.data}")
+    if not cfg.allow_unlike:
+        analysis.check_alike([(f"{t.id} of run {t.run!r}", t.manifest) for t in found.values()], free=())
     return list(found.values())
 
 
-def verdict_of(trajectory: Trajectory) -> dict:
-    """Grade by normalised exact match; F1 stands beside it. No answer is incorrect; a rollout excluded from statistics gets no verdict: error."""
-    scores = {"em": exact_match(trajectory.prediction, trajectory.ground_truth), "f1": f1_score(trajectory.prediction, trajectory.ground_truth)}
-    verdict = ("correct" if scores["em"] == 1 else "incorrect") if trajectory.kept else "error"
-    keys = dict(zip(("run", "question_id", "sample"), trajectory.key, strict=True))
-    return keys | {"verdict": verdict, "extracted": trajectory.prediction, "raw": scores, "judge": "em", "prompt_hash": None}
+def check_baseline(cfg: EvalConfig, manifest: dict, asked: set[str], baseline: list[dict]) -> None:
+    """ValueError, before the work, for a baseline of other questions or made under other settings."""
+    if baseline:
+        analysis.check_same_questions(asked, {row["question_id"] for row in baseline if analysis.has_truth(row)}, cfg.baseline)
+    if baseline and not cfg.allow_unlike:
+        analysis.check_alike([(cfg.output, manifest), (cfg.baseline, analysis.shared_manifest(baseline))])
 
 
-def summarise(cfg: EvalConfig, questions: list[Question], trajectories: list[Trajectory], verdicts: list[dict]) -> dict:
-    """All figures of an evaluation; rates are fractions of 1, intervals are 95 % percentile bootstraps over questions.
-
-    Excluded rollouts enter `trajectories`, `excluded`, `stop_reasons` and `seconds` only. ValueError when no other is left.
-    """
-    reasons, seconds = Counter(t.stop_reason for t in trajectories), {name: sum(t.seconds[name] for t in trajectories) for name in ("model", "tool")}
-    total, trajectories = len(trajectories), [t for t in trajectories if t.kept]
-    verdicts = [verdict for verdict in verdicts if verdict["verdict"] != "error"]
-    if not verdicts:
-        raise ValueError(f"all {total} rollouts are excluded from statistics ({dict(reasons)}): nothing to evaluate")
-    ids = [verdict["question_id"] for verdict in verdicts]
-    correct = [verdict["verdict"] == "correct" for verdict in verdicts]
-    counts = Counter(ids)
-    how = {"seed": cfg.seed, "resamples": cfg.resamples}
-    calls = [[(turn.action, num_items(turn)) for turn in t.turns if turn.tool_status] for t in trajectories]
-    return {
-        "questions": len(counts), "trajectories": total, "excluded": total - len(trajectories),
-        "success": asdict(mean_ci(correct, ids, **how)), "f1": asdict(mean_ci([verdict["raw"]["f1"] for verdict in verdicts], ids, **how)),
-        "pass_at": {str(k): asdict(mean_pass_at_k(correct, ids, k, **how)) for k in sorted({1, min(counts.values())})},
-        "turns": asdict(mean_ci([len(t.turns) for t in trajectories], ids, **how)), "format_valid_share": format_valid_share(trajectories),
-        "tool_use": {name: asdict(use) for name, use in tool_use(calls, correct).items()},
-        "reliable_share": reliable_share(questions, trajectories), "stop_reasons": dict(reasons.most_common()), "seconds": seconds,
-    }  # fmt: skip
+def grade(cfg: EvalConfig, keys: Keys, tokenizer: ChatTokenizer, questions: list[Question], trajectories: list[Trajectory], manifest: dict) -> list[dict]:
+    """The verdict row of every trajectory, by rule or by model."""
+    judge, endpoint, prompt = cfg.grader()
+    benchmark = BENCHMARKS[cfg.benchmark] if cfg.benchmark else None
+    canaries = {question.id: question.meta["canary"] for question in questions if "canary" in question.meta}
+    how = {"addresses": benchmark.leaks if benchmark else (), "canaries": canaries, "manifest": manifest}
+    if endpoint is None:
+        return grading.grade(trajectories, RULES[judge], tokenizer, items=False, **how)
+    client = ChatClient(endpoint, judge, keys.judge)
+    with closing(ModelJudge(client, Path(cfg.output) / "judge.jsonl", cfg.judge_concurrency, prompt)) as asked:
+        return grading.grade(trajectories, asked, tokenizer, items=prompt == "deepsearchqa", **how)
 
 
-def num_items(turn) -> int:
-    """Queries or URLs of one call."""
-    return len((turn.arguments or {}).get("query" if turn.action == "search" else "url", []))
-
-
-def reliable_share(questions: list[Question], trajectories: list[Trajectory]) -> float | None:
-    """Share of visited URLs that the question file lists as reliable (meta.reliable); None when it lists none or nothing was visited."""
-    reliable = {question.id: set(question.meta["reliable"]) for question in questions if "reliable" in question.meta}
-    visited = [
-        url in reliable[t.question_id]
-        for t in trajectories if t.question_id in reliable
-        for turn in t.turns if turn.action == "visit" and turn.tool_status
-        for url in turn.arguments["url"]
-    ]  # fmt: skip
-    return sum(visited) / len(visited) if visited else None
-
-
-def read_verdicts(directory: str) -> list[dict]:
-    """The verdicts of an evaluation; ValueError for a file that is missing, empty or something else."""
-    path = Path(directory) / "verdicts.jsonl"
-    rows = dict(read_jsonl(path))
-    for where, row in rows.items():
-        if not {"question_id", "verdict"} <= set(row):
-            raise ValueError(f"{where}: not a verdict, question_id or verdict is missing")
-    if not rows:
-        raise ValueError(f"{path}: no verdicts in the file")
-    return list(rows.values())
-
-
-def difference(cfg: EvalConfig, verdicts: list[dict], rows: list[dict]) -> dict:
-    """Success here minus success in --baseline, whose verdicts are `rows`, paired by question, with its interval.
-
-    A question without a verdict on either side is left out. ValueError when the sides asked different questions.
-    """
-    asked, rows_asked = ({row["question_id"] for row in side} for side in (verdicts, rows))
-    if asked != rows_asked:
-        raise ValueError(f"{cfg.baseline}: evaluated other questions, {min(asked ^ rows_asked)!r} is on one side only; a paired difference needs the same")
-    here, there = ([row for row in side if row["verdict"] != "error"] for side in (verdicts, rows))
-    common = {row["question_id"] for row in here} & {row["question_id"] for row in there}
-    here, there = ([row for row in side if row["question_id"] in common] for side in (here, there))
-    interval = paired_difference_ci(
-        [row["verdict"] == "correct" for row in here], [row["question_id"] for row in here],
-        baseline_values=[row["verdict"] == "correct" for row in there], baseline_questions=[row["question_id"] for row in there],
-        seed=cfg.seed, resamples=cfg.resamples,
-    )  # fmt: skip
-    return {"baseline": cfg.baseline} | asdict(interval)
+def report(cfg: EvalConfig, here: Run) -> None:
+    """Write the report, with the baseline beside this evaluation when there is one."""
+    runs = [here]
+    if cfg.baseline:
+        runs.append(read_run(cfg.baseline, here.tokenizer, beside=here))
+    write_report(cfg.report, here.summary["name"], runs, baseline=runs[-1].name if cfg.baseline else None)
 
 
 def print_summary(summary: dict) -> None:
     """The figures as a short table."""
 
-    def percent(interval: dict) -> str:
-        return f"{100 * interval['mean']:5.1f} %  [{100 * interval['low']:.1f}, {100 * interval['high']:.1f}]"
+    def percent(interval: dict | None) -> str:
+        return "-" if interval is None else f"{100 * interval['mean']:5.1f} %  [{100 * interval['low']:.1f}, {100 * interval['high']:.1f}]"
 
-    browse = {name: use["browse"] for name, use in summary["tool_use"].items()}
-    rows = [("success (exact match)", percent(summary["success"])), ("F1", percent(summary["f1"]))]
-    rows += [(f"pass@{k}", percent(interval)) for k, interval in summary["pass_at"].items()]
-    rows += [("turns", f"{summary['turns']['mean']:5.2f}")]
-    rows += [(f"browse ratio, {name}", "-" if ratio is None else f"{ratio:5.3f}") for name, ratio in browse.items()]
+    rows = [(f"success ({summary['judge']})", percent(summary["success"])), ("  of those graded", percent(summary["success_graded"]))]
+    rows += [(name, percent(interval)) for name, interval in (summary["scores"] or {}).items() if name != "em"]
+    rows += [(f"pass@{k}", percent(interval)) for k, interval in (summary["pass_at"] or {}).items()]
+    rows += [(f"majority of {summary['samples']}", percent(summary["majority"]))] if (summary["samples"] or 0) > 1 else []
+    rows += [("turns", f"{summary['turns']['mean']:5.2f}    ({summary['num_turns']:,} in all)")]
+    for name, use in summary["tool_use"].items():
+        ratios = "-" if use["browse"] is None else f"{100 * use['browse']:5.1f} %  (mean of ratios {100 * use['browse_macro']:.1f} %)"
+        rows.append((f"browse ratio, {name}", ratios))
     rows += [(name, "-" if summary[key] is None else f"{100 * summary[key]:5.1f} %") for name, key in
              (("reliable sources", "reliable_share"), ("format-valid turns", "format_valid_share"))]  # fmt: skip
-    rows += [("excluded", f"{summary['excluded']:5d} of {summary['trajectories']}"), ("stop reasons", summary["stop_reasons"])]
+    rows += [("without a verdict", ", ".join(f"{summary[key]} {key}" for key in ("judge_errors", "cut_off", "tool_error", "no_ground_truth")))]
+    rows += [("stop reasons", counts_of(summary["stop_reasons"])), ("why wrong", counts_of(summary["failures"]))]
+    if (summary["leaks"] or {}).get("suspected"):
+        rows += [("leak suspected", f"{summary['leaks']['suspected']:5d}"), ("success without those", percent(summary["leaks"]["success"]))]
+    if BENCHMARKS.get(summary["name"]) and BENCHMARKS[summary["name"]].paper:
+        rows.append(("the paper's 4B, SFT / RL", " / ".join(f"{value:.1f}" for value in BENCHMARKS[summary["name"]].paper) + " %"))
     if "difference" in summary:
         rows.append(("difference to baseline", percent(summary["difference"])))
     for name, value in rows:
         print(f"  {name:<26} {value}")
 
 
+def counts_of(counts: dict) -> str:
+    """{"answered": 3, "no_answer": 0} -> "3 answered"."""
+    return ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "-"
+
+
 if __name__ == "__main__":
-    run(main, EvalConfig, "Evaluate an agent: success, pass@k, tool use, with confidence intervals.")
+    run(functools.partial(main, keys=Keys.read(os.environ)), EvalConfig, "Evaluate an agent: success, pass@k, tool use, with confidence intervals.")

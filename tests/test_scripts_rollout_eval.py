@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from chat_samples import DATA, needs_data, tiny_file, tiny_spec
+from stub_server import completion, serve
 
 import venus.collect
 from venus.jsonl import read_jsonl, write_jsonl
@@ -107,7 +109,7 @@ def test_eval_rolls_out_grades_and_summarises(world, run, tmp_path):
     trajectories = read_trajectories(tmp_path / "e" / "trajectories.jsonl")
     verdicts = [row for _, row in read_jsonl(tmp_path / "e" / "verdicts.jsonl")]
     assert code == 0
-    assert "success (exact match)" in stdout
+    assert "success (em)" in stdout
     assert [(row["run"], row["question_id"], row["sample"]) for row in verdicts] == sorted(t.key for t in trajectories)
     assert (summary["questions"], summary["trajectories"], summary["excluded"], list(summary["pass_at"])) == (2, 4, 0, ["1", "2"])
     assert summary["run"]["config"]["num_questions"] == 2
@@ -137,6 +139,7 @@ def test_an_interrupted_script_says_how_to_go_on_and_does(world, run, tmp_path, 
     with monkeypatch.context() as patch:
         patch.setattr(venus.collect, "append_jsonl", interrupted)
         code, _, stderr = run(script, *arguments(world, tmp_path / "t", samples=2))
+    assert script == "rollout.py" or (tmp_path / "t" / "run.json").exists()  # what a run was started with is known while it runs
     assert (code, stderr.splitlines()[-1]) == (130, "interrupted; run the same command to resume")
     assert [row.to_json() for row in read_trajectories(tmp_path / file)] == written
     assert run(script, *arguments(world, tmp_path / "t", samples=2))[0] == 0
@@ -182,14 +185,16 @@ QUESTIONS = [
 
 @pytest.fixture
 def prepared(tmp_path):
+    tiny_file(tmp_path, tiny_spec())
     write_jsonl(tmp_path / "questions.jsonl", [question.to_json() for question in QUESTIONS])
     write_jsonl(tmp_path / "t.jsonl", [row.to_json() for row in PREPARED])
     return tmp_path
 
 
-def grade(run, directory, output="graded", trajectories="t.jsonl", **flags):
-    extra = [word for name, value in flags.items() for word in (f"--{name}", value)]
-    return run("eval.py", "--trajectories", directory / trajectories, "--questions", directory / "questions.jsonl", "--output", directory / output, *extra)
+def grade(run, directory, output="graded", trajectories="t.jsonl", *more, **flags):
+    extra = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", value)]
+    inputs = ["--trajectories", directory / trajectories, "--tokenizer", directory, "--questions", directory / "questions.jsonl"]
+    return run("eval.py", *inputs, "--output", directory / output, *extra, *more)
 
 
 def summary_of(directory, output="graded"):
@@ -197,17 +202,28 @@ def summary_of(directory, output="graded"):
 
 
 def test_the_summary_of_prepared_trajectories_has_the_figures_of_a_hand_count(run, prepared):
-    """p: 1 of 2, q: 1 of 2 (a third is excluded), r: 0 of 2. Success 1/3; pass@2 2/3; F1 p (1 + 2/3)/2, q 1/2, r 0."""
+    """p: 1 of 2, q: 1 of 3 (the third was cut off, which is wrong, though it had said it), r: 0 of 2.
+
+    pass@2: p 1, q 1 - C(2,2)/C(3,2) = 2/3, r 0. F1 p (1 + 2/3)/2, q 1/3, r 0. Of those graded, q is 1 of 2.
+    """
     assert grade(run, prepared)[0] == 0
     got = summary_of(prepared)
     means = {name: got[name]["mean"] for name in ("success", "f1", "turns")} | {f"pass@{k}": row["mean"] for k, row in got["pass_at"].items()}
-    assert means == pytest.approx({"success": 1 / 3, "f1": (5 / 6 + 1 / 2) / 3, "turns": (3.5 + 2.5 + 1) / 3, "pass@1": 1 / 3, "pass@2": 2 / 3})
+    success = (1 / 2 + 1 / 3) / 3
+    assert means == pytest.approx({"success": success, "f1": (5 / 6 + 1 / 3) / 3, "turns": 7 / 3, "pass@1": success, "pass@2": (1 + 2 / 3) / 3})
     assert (got["questions"], got["trajectories"], got["excluded"]) == (3, 7, 1)
+    assert (got["graded"], got["judge_errors"], got["cut_off"], got["tool_error"], got["no_ground_truth"]) == (6, 0, 1, 0, 0)
+    assert got["success_graded"]["mean"] == pytest.approx(1 / 3)
+    assert got["any_of_first"]["2"]["mean"] == pytest.approx(2 / 3)
+    assert got["majority"]["mean"] == pytest.approx(1 / 3)  # q; p is a tie, which the seed decides
+    assert got["turn_histogram"] == {"1": 2, "2": 1, "3": 2, "4": 1}
+    assert got["failures"] == dict.fromkeys(got["failures"], 0) | {"truncated": 1, "format": 1, "evidence_not_seen": 3}
+    assert (got["name"], got["judge"], got["manifest"]["benchmark"], got["manifest"]["judge"]) == ("questions", "em", None, "em")
     assert got["stop_reasons"] == {"answered": 5, "no_answer": 1, "time_limit": 1}
     assert got["format_valid_share"] == 13 / 14
     assert got["reliable_share"] == 2 / 3
     assert got["seconds"] == {"model": 7 * 1.5, "tool": 7 * 0.5}
-    assert got["success"]["low"] == 0.0 < got["success"]["high"] == 0.5
+    assert got["success"]["low"] == 0.0 < got["success"]["high"] <= 0.5
 
 
 def test_the_tool_use_of_prepared_trajectories_has_the_figures_of_a_hand_count(run, prepared):
@@ -229,8 +245,9 @@ def test_verdicts_are_found_by_run_question_and_sample(run, prepared):
         ("q", 1): ("incorrect", None), ("q", 2): ("error", "Rome"), ("r", 0): ("incorrect", "Oslo"), ("r", 1): ("incorrect", "Rome"),
     }  # fmt: skip
     assert {key[0] for key in rows} == {"prepared"}
-    assert rows["prepared", "p", 1]["raw"] == {"em": 0.0, "f1": pytest.approx(2 / 3)}
-    assert {(row["judge"], row["prompt_hash"]) for row in rows.values()} == {("em", None)}
+    assert rows["prepared", "p", 1]["scores"] == {"em": 0.0, "f1": pytest.approx(2 / 3)}
+    assert rows["prepared", "q", 2]["error"] == "time_limit"
+    assert {(row["judge"], row["prompt_hash"], row["manifest"]["judge"]) for row in rows.values()} == {("em", None, "em")}
 
 
 def better(name, sample, **changes):
@@ -240,26 +257,28 @@ def better(name, sample, **changes):
 
 
 def test_the_difference_to_a_baseline_is_paired_by_question(run, prepared):
-    """Here p 1, q 1/2, r 1/2 against p 1/2, q 1/2, r 0: differences 1/2, 0, 1/2. The order of the rows does not matter."""
+    """Here p 1, q 1/2, r 1/2 against p 1/2, q 1/3, r 0: differences 1/2, 1/6, 1/2. The order of the rows does not matter."""
     rows = [better("r", 1, prediction="Bern"), better("p", 1, prediction="Paris"), *(PREPARED[k] for k in (5, 3, 0, 2))]
     write_jsonl(prepared / "t2.jsonl", [row.to_json() for row in rows])
     grade(run, prepared, "base")
     code, stdout, _ = grade(run, prepared, "better", "t2.jsonl", baseline=prepared / "base")
     got = summary_of(prepared, "better")["difference"]
     assert code == 0
-    assert (got["mean"], got["questions"], got["baseline"]) == (pytest.approx(1 / 3), 3, str(prepared / "base"))
-    assert got["low"] == 0.0 < got["high"] == 0.5
+    assert (got["mean"], got["questions"], got["baseline"]) == (pytest.approx(7 / 18), 3, str(prepared / "base"))
+    assert (got["low"], got["high"]) == (pytest.approx(1 / 6), 0.5)
+    assert (got["graded"]["mean"], got["gained"], got["lost"]) == (pytest.approx(1 / 3), ["p", "q", "r"], [])
     assert "difference to baseline" in stdout
 
 
-def test_a_question_without_a_verdict_on_one_side_leaves_the_difference(run, prepared):
-    """All samples of r were cut off: p and q are still compared."""
+def test_a_question_without_a_verdict_on_one_side_leaves_the_graded_difference(run, prepared):
+    """All samples of r were cut off: wrong in the difference of the headline, left out of the one over graded questions."""
     cut = [better("r", k, outcome=Outcome(None, "cut_off"), stop_reason="time_limit") for k in (0, 1)]
     write_jsonl(prepared / "t2.jsonl", [row.to_json() for row in (better("p", 1, prediction="Paris"), *PREPARED[:1], *PREPARED[2:5], *cut)])
     grade(run, prepared, "base")
     assert grade(run, prepared, "better", "t2.jsonl", baseline=prepared / "base")[0] == 0
     got = summary_of(prepared, "better")["difference"]
-    assert (got["mean"], got["questions"]) == (pytest.approx(1 / 4), 2)
+    assert (got["graded"]["mean"], got["graded"]["questions"]) == (pytest.approx(1 / 4), 2)
+    assert (got["mean"], got["questions"], got["gained"], got["lost"]) == (pytest.approx((1 / 2 + 0 + 0) / 3), 3, ["p"], [])
 
 
 def test_a_baseline_of_other_questions_is_refused(run, prepared):
@@ -276,6 +295,124 @@ def test_a_missing_baseline_is_said_before_the_work(world, run, tmp_path):
     assert not (tmp_path / "e").exists()
 
 
+def test_a_baseline_made_under_other_settings_is_refused_unless_asked_for(run, prepared):
+    """The model may differ, it is what is compared; a judge or a date may not."""
+    write_jsonl(prepared / "t2.jsonl", [dataclasses.replace(row, manifest={"model": "b", "date": "2026-03-01"}).to_json() for row in PREPARED])
+    write_jsonl(prepared / "t3.jsonl", [dataclasses.replace(row, manifest={"model": "c", "date": "2026-03-01"}).to_json() for row in PREPARED])
+    grade(run, prepared, "base", "t2.jsonl", judge="match")
+    result = grade(run, prepared, "other", "t3.jsonl", baseline=prepared / "base")
+    assert_one_line(result, "were not made alike: judge 'em' and 'match'.", "--allow-unlike does so all the same")
+    assert not (prepared / "other").exists()
+    assert grade(run, prepared, "other", "t3.jsonl", "--allow-unlike", baseline=prepared / "base")[0] == 0
+    assert grade(run, prepared, "same", "t3.jsonl", baseline=prepared / "base", judge="match")[0] == 0
+    assert summary_of(prepared, "same")["difference"]["mean"] == 0.0
+
+
+# A model as judge, benchmarks, the report
+
+
+def test_a_judge_model_is_asked_once_a_case_and_its_failures_are_counted_wrong(run, prepared, monkeypatch):
+    """Two verdicts come, the third reply cannot be read: wrong in the headline, an error in its row. The same command asks for that one only."""
+    down = [True]
+
+    def reply(body, _):
+        said = body["messages"][0]["content"]
+        if "Response: Rome" in said and down[0]:
+            return 200, completion("I cannot say."), {}
+        return 200, completion(f"extracted: it\nreasoning: -\ncorrect: {'yes' if 'Paris France' in said else 'no'}\nconfidence: 90"), {}
+
+    monkeypatch.setenv("JUDGE_API_KEY", "secret-77")
+    rows = [better("r", 1, prediction="Rome"), better("p", 1), better("r", 0)]
+    write_jsonl(prepared / "t.jsonl", [row.to_json() for row in rows])
+    with serve(reply) as stub:
+        judge = f"openai:{stub.url}:grader"
+        code, stdout, stderr = grade(run, prepared, judge=judge)
+        assert (code, stderr) == (0, "")
+        first = summary_of(prepared)
+        assert len(stub.requests) >= 3 and stub.requests[0]["headers"]["Authorization"] == "Bearer secret-77"
+        down[0] = False
+        asked = len(stub.requests)
+        grade(run, prepared, judge=judge)
+        assert [("Response: Rome" in request["body"]["messages"][0]["content"]) for request in stub.requests[asked:]] == [True]
+    assert (first["success"]["mean"], first["success_graded"]["mean"]) == (0.5, 0.5)  # p right; r: one wrong, one without a verdict
+    assert (first["graded"], first["judge_errors"], first["failures"]["judge_error"]) == (2, 1, 1)
+    assert "1 judge_errors" in stdout and "success (grader)" in stdout
+    got = summary_of(prepared)
+    assert (got["judge_errors"], got["graded"], got["judge"]) == (0, 3, "grader")
+    assert len(got["prompt_hash"]) == 12 and got["manifest"]["prompt_hash"] == got["prompt_hash"]
+    assert "secret-77" not in "".join(path.read_text(encoding="utf-8") for path in (prepared / "graded").iterdir())
+
+
+def multi_hop(path, count):
+    rows = [{"_id": f"m{k}", "question": f"m{k}?", "answer": "Paris", "type": "bridge"} for k in range(count)]
+    path.write_text(json.dumps(rows), encoding="utf-8")
+    return path
+
+
+def test_other_runners_rollouts_of_a_benchmark_are_graded_by_the_text_of_the_question(run, prepared):
+    """Tongyi's rows have no ids; their own answers are not asked. A page of a copy of the benchmark is flagged."""
+    talk = [{"role": "user", "content": "m0?"}, {"role": "assistant", "content": "<think>\nt\n</think>\n\n<answer>\nParis\n</answer>"}]
+    leak = [
+        talk[0], {"role": "assistant", "content": '<think>\nt\n</think>\n\n<tool_call>\n{"name": "search", "arguments": {"query": ["x"]}}\n</tool_call>'},
+        {"role": "user", "content": "<tool_response>\nhttps://hub.example/datasets/hotpotqa/x\n</tool_response>"}, talk[1],
+    ]  # fmt: skip
+    rows = [{"question": "m0?", "answer": "", "messages": which, "prediction": "x", "termination": "answer"} for which in (talk, leak)]
+    write_jsonl(prepared / "iter.jsonl", [*rows, {"question": "no such question?", "answer": "", "messages": talk, "termination": "answer"}])
+    source = ["--benchmark", "multi-hop", "--data", multi_hop(prepared / "hop.json", 2)]
+    code, stdout, stderr = run("eval.py", "--trajectories", prepared / "iter.jsonl", "--tokenizer", prepared, *source, "--output", prepared / "graded")
+    assert (code, stderr) == (0, "")
+    got = summary_of(prepared)
+    assert (got["name"], got["trajectories"], got["success"]["mean"], got["manifest"]["benchmark"]) == ("multi-hop", 2, 1.0, "multi-hop")
+    assert (got["leaks"]["suspected"], got["leaks"]["strings"]) == (1, {"hotpotqa": 1})
+    assert "leak suspected" in stdout
+
+
+def test_a_benchmark_is_rolled_out_over_its_corpus(world, run, tmp_path):
+    source = ["--benchmark", "multi-hop", "--data", multi_hop(tmp_path / "hop.json", 2), "--corpus", world / "corpora" / "train-000.jsonl"]
+    argv = ["--model", world / "model", *source, "--output", tmp_path / "e", *SMALL]
+    code, stdout, _ = run("eval.py", *argv, "--dry-run")
+    assert code == 0 and not (tmp_path / "e").exists()
+    code, _, _ = run("eval.py", *argv, "--report", tmp_path / "r.html")
+    summary = summary_of(tmp_path, "e")
+    assert (code, summary["name"], summary["trajectories"], len(summary["manifest"]["corpus"])) == (0, "multi-hop", 2, 12)
+    assert summary["manifest"]["max_turns"] == 2 and "model" in summary["manifest"]
+    assert "m0" in (tmp_path / "r.html").read_text(encoding="utf-8")
+
+
+def test_a_dry_run_estimates_what_the_judge_costs(world, run, tmp_path):
+    """2 x 3 calls; (a prompt of some 1,100 characters + 400 for the answer + question) / 4 + 150 tokens each."""
+    source = ["--benchmark", "multi-hop", "--data", multi_hop(tmp_path / "hop.json", 2), "--judge", "openai:http://127.0.0.1:9/v1:m", "--samples", 3]
+    code, stdout, _ = run("eval.py", "--model", world / "model", *source, "--output", tmp_path / "e", *SMALL, "--dry-run")
+    lines = {line.strip().split("  ")[0]: line.split()[-1] for line in stdout.splitlines() if line.startswith("  ")}
+    assert (code, lines["judge calls, at most"]) == (0, "6")
+    assert 6 * 400 < int(lines["judge tokens, about"].replace(",", "")) < 6 * 700
+
+
+def test_the_report_shows_the_evaluation_beside_its_baseline(run, prepared):
+    grade(run, prepared, "base")
+    code, _, stderr = grade(run, prepared, "here", baseline=prepared / "base", report=prepared / "out" / "report.html")
+    page = (prepared / "out" / "report.html").read_text(encoding="utf-8")
+    assert (code, stderr) == (0, "")
+    assert "base" in page and "here" in page
+
+
+@needs_data
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "turns", "micro", "macro"), [("sft", 320, 0.245, 0.264), ("rl", 691, 0.140, 0.151)])
+def test_the_released_trajectories_have_their_known_turns_and_browse_ratios(run, tmp_path, kind, turns, micro, macro):
+    """The RL files have no ground truth: tool use is all that can be said of them."""
+    flags = ["--trajectories", DATA / "trajectories" / kind, "--tokenizer", DATA / "qwen3", "--judge", "match", "--output", tmp_path / "e"]
+    code, stdout, stderr = run("eval.py", *flags, "--report", tmp_path / "r.html")
+    got = summary_of(tmp_path, "e")
+    use = got["tool_use"]["overall"]
+    assert (code, stderr, got["num_turns"], got["trajectories"]) == (0, "", turns, 10)
+    assert (use["browse"], use["browse_macro"]) == (pytest.approx(micro, abs=5e-4), pytest.approx(macro, abs=5e-4))
+    assert (use["browse_items"], use["browse_items_macro"]) == (use["browse"], use["browse_macro"])  # every call holds one item
+    assert f"{100 * micro:5.1f} %" in stdout
+    assert (got["success"] is None) == (kind == "rl")
+    assert (tmp_path / "r.html").stat().st_size > 100_000
+
+
 # Trajectories that cannot be graded
 
 
@@ -288,17 +425,23 @@ def test_trajectories_of_other_questions_are_passed_over(run, prepared):
 @pytest.mark.parametrize(
     ("rows", "part"),
     [
-        ([trajectory("other", 0, [ANSWER], "x")], "holds no trajectory of the questions in"),
+        ([trajectory("other", 0, [ANSWER], "x")], "no trajectory of the questions in"),
         ([*PREPARED, PREPARED[3]], "q/1 of run 'prepared' occurs twice"),
-        ([better("p", 0, question="p2?")], "p/0 answers another question than"),
-        ([PREPARED[4]], "all 1 rollouts are excluded from statistics"),
+        ([better("p", 0, question="p2?")], "p/0 of run 'prepared' answers another question than"),
+        ([PREPARED[0], better("p", 1, manifest={"date": "2026-03-01"})], "p/0 of run 'prepared' and p/1 of run 'prepared' were not made alike: date"),
     ],
-    ids=["none", "twice", "other", "excluded"],
+    ids=["none", "twice", "other", "unlike"],
 )
 def test_unfit_trajectories_are_one_line_and_nothing_is_written(run, prepared, rows, part):
     write_jsonl(prepared / "t.jsonl", [row.to_json() for row in rows])
     assert_one_line(grade(run, prepared), part)
     assert not (prepared / "graded").exists()
+
+
+def test_rollouts_of_which_none_ended_are_no_evaluation(run, prepared):
+    write_jsonl(prepared / "t.jsonl", [PREPARED[4].to_json()])
+    assert_one_line(grade(run, prepared), "all 1 rollouts are excluded from statistics")
+    assert not (prepared / "graded" / "summary.json").exists()
 
 
 def test_a_malformed_trajectory_row_is_named_by_file_and_line(run, prepared):
@@ -336,6 +479,25 @@ def test_eval_takes_either_a_model_or_trajectories(world, run, tmp_path, both):
     argv = ["--model", world / "model", "--trajectories", "t.jsonl"] if both else []
     result = run("eval.py", *argv, "--questions", world / "questions" / "test.jsonl", "--output", tmp_path / "new")
     assert_one_line(result, "give either --model, to roll out, or --trajectories, to grade")
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        (["--model", "m"], "give --questions or --benchmark: what shall the model be asked?"),
+        (["--model", "m", "--benchmark", "gaia-text"], "give either --questions, or --benchmark with its --data"),
+        (["--model", "m", "--benchmark", "gaia-text", "--data", "d", "--questions", "q"], "give either --questions, or --benchmark with its --data"),
+        (["--trajectories", "t.jsonl"], "give --tokenizer, the directory"),
+        (["--trajectories", "t.jsonl", "--tokenizer", "d", "--num-questions", "1"], "--num-questions needs --questions or --benchmark"),
+        (["--model", "m", "--questions", "q", "--partial"], "--corpus, --canary and --partial belong to a --benchmark"),
+        (["--model", "m", "--benchmark", "browsecomp", "--data", "d"], "browsecomp needs a judge: --judge openai:BASE_URL:MODEL"),
+        (["--model", "m", "--questions", "q", "--judge", "none"], "an evaluation needs a judge"),
+        (["--model", "m", "--questions", "q", "--judge", "gpt"], "judge 'gpt': give match"),
+    ],
+)  # fmt: skip
+def test_flags_that_do_not_go_together_are_named(run, tmp_path, argv, part):
+    assert_one_line(run("eval.py", *argv, "--output", tmp_path / "new"), part)
+    assert not (tmp_path / "new").exists()
 
 
 def write(path, text):

@@ -3,7 +3,18 @@
 import numpy as np
 import pytest
 
-from venus.stats import Interval, ToolUse, mean_ci, mean_pass_at_k, paired_difference_ci, pass_at_k, tool_use
+from venus.stats import (
+    Interval,
+    ToolUse,
+    any_of_first_k,
+    majority_vote,
+    mean_ci,
+    mean_pass_at_k,
+    paired_difference_ci,
+    pass_at_k,
+    pass_ks,
+    tool_use,
+)
 
 # ---- mean and interval
 
@@ -54,6 +65,47 @@ def test_interval_covers_the_truth_as_often_as_it_says():
         by_sample += interval.low <= 0.5 <= interval.high
     assert 0.91 <= by_question / 300 <= 0.98
     assert by_sample / 300 < 0.85
+
+
+WORLDS, QUESTIONS = 200, 40
+NOMINAL = (0.90, 0.985)  # 95 % in 200 trials has a standard error of 1.5 points; 40 questions cost the percentile bootstrap one or two
+
+
+def chances(rng):
+    """Each question's own chance of success, most of them near 0 or 1."""
+    return rng.beta(0.5, 0.5, size=(WORLDS, QUESTIONS))
+
+
+def samples_of(rng, chance, n):
+    return (rng.random((*chance.shape, n)) < chance[..., None]).astype(int).reshape(len(chance), -1).tolist()
+
+
+def covered(intervals, truth):
+    return np.mean([interval.low <= truth <= interval.high for interval in intervals])
+
+
+def test_pass_at_k_interval_covers_the_truth_as_often_as_it_says():
+    """4 samples, k 2: truth 1 - E(1 - p)^2 = 1 - 3/8 for p of Beta(1/2, 1/2)."""
+    rng = np.random.default_rng(1)
+    ids = np.repeat(np.arange(QUESTIONS), 4).tolist()
+    intervals = [mean_pass_at_k(row, ids, 2, seed=k, resamples=400) for k, row in enumerate(samples_of(rng, chances(rng), 4))]
+    assert NOMINAL[0] <= covered(intervals, 5 / 8) <= NOMINAL[1]
+
+
+def test_paired_interval_covers_the_truth_and_is_narrower_than_an_unpaired_one():
+    """The second model succeeds where the first does and in .3 of the rest: truth .3 (1 - 1/2). Both answer the same questions, 3 and 5 times."""
+    rng = np.random.default_rng(2)
+    first = chances(rng)
+    here, there = samples_of(rng, first + 0.3 * (1 - first), 5), samples_of(rng, first, 3)
+    ids, other_ids = (np.repeat(np.arange(QUESTIONS), n).tolist() for n in (5, 3))
+    paired = [
+        paired_difference_ci(a, ids, baseline_values=b, baseline_questions=other_ids, seed=k, resamples=400)
+        for k, (a, b) in enumerate(zip(here, there, strict=True))
+    ]
+    assert NOMINAL[0] <= covered(paired, 0.15) <= NOMINAL[1]
+    alone = [[mean_ci(row, which, seed=k, resamples=400) for k, row in enumerate(rows)] for rows, which in ((here, ids), (there, other_ids))]
+    widths = [np.mean([interval.high - interval.low for interval in intervals]) for intervals in (paired, *alone)]
+    assert widths[0] < 0.6 * np.hypot(*widths[1:])  # of two samples that have nothing in common
 
 
 def test_many_resamples_are_drawn_in_chunks_from_one_stream(monkeypatch):
@@ -114,6 +166,53 @@ def test_partial_credit_has_no_pass_at_k():
         mean_pass_at_k([1, 0, 0.5, 1], [*"aabb"], 2, seed=0)
 
 
+@pytest.mark.parametrize(("n", "ks"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (4, [1, 2, 4]), (6, [1, 2, 4, 6]), (16, [1, 2, 4, 8, 16])])
+def test_a_pass_at_k_curve_doubles_k_and_ends_at_n(n, ks):
+    assert pass_ks(n) == ks
+
+
+def test_any_of_first_k_looks_at_the_first_k_only():
+    """a: 0 1 0, b: 0 0 1, c: 1 0 0, d: none. Any of the first 2: a and c; pass@2 sees that a, b and c are equally good."""
+    correct, questions = [0, 1, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0], [*"aaabbbcccddd"]
+    assert [any_of_first_k(correct, questions, k, seed=0).mean for k in (1, 2, 3)] == [0.25, 0.5, 0.75]
+    assert mean_pass_at_k(correct, questions, 2, seed=0).mean == pytest.approx(3 * (2 / 3) / 4)
+    with pytest.raises(ValueError, match="pass@4: question 'a' has 3 samples"):
+        any_of_first_k(correct, questions, 4, seed=0)
+
+
+# ---- majority vote
+
+
+def vote(answers, correct, questions=None, seed=0):
+    return majority_vote(answers, correct, questions or ["q"] * len(answers), seed=seed).mean
+
+
+def test_the_most_frequent_answer_is_graded():
+    """Two of four say `x`, which is wrong; pass@1 would be 1/4, any of them 1."""
+    assert vote(["x", "y", "x", "z"], [0, 1, 0, 0]) == 0.0
+    assert vote(["x", "y", "y", "z"], [0, 1, 1, 0]) == 1.0
+
+
+def test_no_answer_abstains_and_a_question_without_answers_is_wrong():
+    assert vote([None, None, None, "y"], [0, 0, 0, 1]) == 1.0
+    assert vote([None, None], [0, 0]) == 0.0
+
+
+def test_a_candidate_is_as_right_as_its_first_sample():
+    """A judge that contradicts itself on one answer must not make it half right."""
+    assert vote(["y", "y", "x"], [1, 0, 0]) == 1.0
+    assert vote(["y", "y", "x"], [0, 1, 1]) == 0.0
+
+
+def test_ties_are_broken_by_the_seed_alike_in_any_order_and_both_ways():
+    """Two candidates a question, one right: over 400 questions about half are won; standard error .025."""
+    answers, correct, questions = ["x", "y"] * 400, [0, 1] * 400, [k // 2 for k in range(800)]
+    won = vote(answers, correct, questions)
+    assert won == vote(answers[::-1], correct[::-1], questions[::-1])
+    assert won == pytest.approx(0.5, abs=0.1)
+    assert won != vote(answers, correct, questions, seed=1)
+
+
 # ---- paired difference
 
 
@@ -171,14 +270,19 @@ def test_trajectory_without_calls_is_counted_and_has_no_ratio():
 
 
 def test_no_calls_at_all_have_no_ratio():
-    assert tool_use([calls(0, 0)], [False])["wrong"] == ToolUse(1, 1, 0, 0, None, None, None)
-    assert tool_use([calls(0, 0)], [False])["correct"] == ToolUse(0, 0, 0, 0, None, None, None)
+    nothing = {"searches": 0, "visits": 0, "browse": None, "browse_macro": None, "queries": 0, "urls": 0, "browse_items": None, "browse_items_macro": None}
+    assert tool_use([calls(0, 0)], [False])["wrong"] == ToolUse(1, 1, **nothing)
+    assert tool_use([calls(0, 0)], [False])["correct"] == ToolUse(0, 0, **nothing)
 
 
 def test_items_of_batched_calls_are_counted_apart():
-    """One search with three queries and one visit: half of the calls are visits, a quarter of the items."""
-    result = tool_use([[("search", 3), ("visit", 1)]], [None])["overall"]
-    assert (result.browse, result.browse_items) == (0.5, 0.25)
+    """One search with three queries and one visit: half of the calls are visits, a quarter of the items. Then two single calls, all visits."""
+    first, second = [("search", 3), ("visit", 1)], [("visit", 1), ("visit", 1)]
+    result = tool_use([first], [None])["overall"]
+    assert (result.browse, result.browse_items, result.queries, result.urls) == (0.5, 0.25, 3, 1)
+    result = tool_use([first, second], [None, None])["overall"]
+    assert (result.browse, result.browse_macro) == (3 / 4, (1 / 2 + 1) / 2)
+    assert (result.browse_items, result.browse_items_macro) == (3 / 6, (1 / 4 + 1) / 2)
 
 
 def test_verdicts_must_match_trajectories():

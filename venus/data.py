@@ -5,10 +5,13 @@
 """
 
 import argparse
+import glob
 import hashlib
 import os
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from venus import protocol
@@ -79,6 +82,58 @@ def from_messages(row: dict, tokenizer: ChatTokenizer) -> Trajectory:
         token_ids=encoded.ids[: encoded.spans[-1][1]], log_probs=[], turns=turns, prediction=prediction, outcome=Outcome(None, "ok"),
         stop_reason="answered" if prediction else "no_answer", seconds={"model": 0.0, "tool": 0.0}, manifest={"source": "released"},
     )  # fmt: skip
+
+
+# How DR-Venus's and Tongyi's runners name the end of a rollout. "No answer found after 2h30mins", of the latter, holds its limit and stands apart.
+TERMINATIONS = {
+    "answered": "answered", "answer": "answered", "answer not found": "no_answer", "max_steps": "turn_limit", "answered_max_steps": "turn_limit",
+    "exceed available llm calls": "turn_limit", "token_limit_no_answer": "context_limit", "answered_token_limit": "context_limit",
+    "generate an answer as token limit reached": "context_limit", "format error: generate an answer as token limit reached": "context_limit",
+    "timeout": "time_limit", "llm_error": "model_error", "exception": "model_error",
+}  # fmt: skip
+ENDED_BY = {"time_limit": "cut_off", "straggler": "cut_off", "model_error": "tool_error"}  # outcome.status of these stop reasons; else ok
+
+
+def read_rollouts(paths: Sequence[str], tokenizer: ChatTokenizer) -> list[Trajectory]:
+    """Read trajectories from files, directories and glob patterns: of our schema, or as other runners write them, mixed at will.
+
+    DR-Venus: {request_id, sample_idx, messages, finished} in training, {question, messages, termination} else; Tongyi: {question, answer, messages,
+    prediction, termination}. Their predictions are read anew from the last turn. A row without sample_idx gets the number of rows of its question
+    before it. ValueError: no file, a bad row, an end that TERMINATIONS does not know.
+    """
+    trajectories, counts = [], Counter()
+    for file in (file for path in paths for found in (sorted(glob.glob(path)) or [path]) for file in row_files(found)):
+        for where, row in rows_of(file):
+            if isinstance(row, dict) and "schema" in row:
+                trajectories.append(Trajectory.from_json(row, where))
+            else:
+                trajectory = _converted(row, where, tokenizer)
+                sample = row.get("sample_idx", counts[trajectory.question_id])
+                counts[trajectory.question_id] += 1
+                trajectories.append(replace(trajectory, sample=sample))
+    return trajectories
+
+
+def _converted(row: object, where: str, tokenizer: ChatTokenizer) -> Trajectory:
+    """Make a Trajectory of another runner's row: an observation that no turn followed is left out, the end is theirs where they name one."""
+    if isinstance(row, dict):
+        row = {"gt": aliases_of(row.get("answer")), **row} | ({"messages": []} if row.get("messages", ...) is None else {})
+    row = _checked(where, row)
+    said, roles = row.get("termination"), [message.get("role") if isinstance(message, dict) else None for message in row["messages"]]
+    reason = "time_limit" if str(said).startswith("No answer found after") else TERMINATIONS.get(said)
+    if said is not None and reason is None:
+        raise ValueError(f"{where}: termination {said!r} is none of {', '.join(TERMINATIONS)}")
+    reason = "model_error" if row.get("error") else "straggler" if row.get("finished") is False else reason
+    unstarted = "assistant" not in roles
+    turn = {"role": "assistant", "content": protocol.THINK_OPEN}  # stands in where none was made, for the prompt before it
+    messages = [{"role": "user", "content": row["question"]}, turn] if unstarted else row["messages"][: len(roles) - roles[::-1].index("assistant")]
+    try:
+        made = from_messages({**row, "messages": messages}, tokenizer)
+        changes = {"turns": [], "token_ids": made.token_ids[: made.prompt_len]} if unstarted else {}
+        reason = reason or made.stop_reason
+        return replace(made, stop_reason=reason, outcome=Outcome(None, ENDED_BY.get(reason, "ok")), **changes)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 def to_messages(trajectory: Trajectory, tokenizer: ChatTokenizer) -> dict:

@@ -1,10 +1,11 @@
-"""Evaluation statistics on plain lists: bootstrap intervals clustered by question, unbiased pass@k, paired differences, tool use.
+"""Evaluation statistics on plain lists: bootstrap intervals clustered by question, pass@k, majority vote, paired differences, tool use.
 
 Samples of one question are not independent, so the question is what is resampled: every function takes `questions`, the question id of each
 value, and reports the mean over questions of the question's mean. With equally many samples per question that is the plain mean (avg@n);
 with unequal numbers (excluded samples) no question counts more than another, and pass@1 equals the success rate.
 """
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from math import comb, fsum, isfinite
@@ -33,7 +34,7 @@ def mean_ci(
 
     values[i] belongs to question questions[i]; their order does not matter. ValueError for no or non-finite values or unequal lengths.
     """
-    return _bootstrap(list(_question_means(values, questions).values()), seed, resamples, level)
+    return _bootstrap(list(question_means(values, questions).values()), seed, resamples, level)
 
 
 def paired_difference_ci(
@@ -45,7 +46,7 @@ def paired_difference_ci(
     Pairing removes what both share, a question's difficulty. The numbers of samples may differ; the questions may not: ValueError names one
     that is missing on either side.
     """
-    first, second = _question_means(values, questions), _question_means(baseline_values, baseline_questions)
+    first, second = question_means(values, questions), question_means(baseline_values, baseline_questions)
     unpaired = set(first) ^ set(second)
     if unpaired:
         raise ValueError(f"{len(unpaired)} questions are on one side only, {min(unpaired, key=str)!r} among them; drop them before pairing")
@@ -70,11 +71,47 @@ def mean_pass_at_k(
 
     correct[i]: 0 or 1. ValueError when a question has fewer than k samples.
     """
-    by_question = _by_question(correct, questions)
-    for question, values in by_question.items():
-        if not set(values) <= {0, 1} or len(values) < k:
-            raise ValueError(f"pass@{k}: question {question!r} has {len(values)} samples {values[:8]}; need at least k, each 0 or 1")
+    by_question = _samples(correct, questions, k)
     return _bootstrap([pass_at_k(len(values), int(sum(values)), k) for values in by_question.values()], seed, resamples, level)
+
+
+def any_of_first_k(
+    correct: Sequence[bool], questions: Sequence[Hashable], k: int, *, seed: int, resamples: int = RESAMPLES, level: float = LEVEL
+) -> Interval:
+    """Return the share of questions of which one of the first k samples is right, in the order given, with its interval.
+
+    What many papers report as pass@k. Its mean is that of pass@k when all n samples are used (k = n); for k < n it wastes the others and is
+    noisier. [0, 1, 0] at k = 1 gives 0, pass@1 1/3. ValueError as `mean_pass_at_k`.
+    """
+    by_question = _samples(correct, questions, k)
+    return _bootstrap([float(any(values[:k])) for values in by_question.values()], seed, resamples, level)
+
+
+def pass_ks(num_samples: int) -> list[int]:
+    """Return the k of a pass@k curve: 1, 2, 4, .. below n, and n: 6 -> [1, 2, 4, 6]."""
+    return sorted({1 << k for k in range(num_samples.bit_length()) if 1 << k < num_samples} | {num_samples})
+
+
+def majority_vote(
+    answers: Sequence[str | None], correct: Sequence[bool], questions: Sequence[Hashable], *,
+    seed: int, resamples: int = RESAMPLES, level: float = LEVEL,
+) -> Interval:
+    """Return the share of questions whose most frequent answer is right, with its interval.
+
+    answers[i]: the answer in a normal form, so that equal ones are one candidate; None abstains, and a question without an answer is wrong.
+    Ties are broken by a draw of their own (seed and the question's place in sorted order). A candidate is as right as its first sample:
+    a judge may have said otherwise of a later one.
+    """
+    if len(answers) != len(correct):
+        raise ValueError(f"{len(correct)} verdicts for {len(answers)} answers")
+    by_question = _by_question(range(len(answers)), questions)
+    votes = []
+    for number, rows in enumerate(by_question.values()):
+        counts = Counter(answers[row] for row in rows if answers[row] is not None)
+        tied = sorted(answer for answer, count in counts.items() if count == max(counts.values()))
+        winner = tied[np.random.default_rng([seed, number]).integers(len(tied))] if tied else None
+        votes.append(float(winner is not None and next(correct[row] for row in rows if answers[row] == winner)))
+    return _bootstrap(votes, seed, resamples, level)
 
 
 @dataclass(frozen=True)
@@ -87,7 +124,10 @@ class ToolUse:
     visits: int
     browse: float | None  # of all calls together
     browse_macro: float | None  # mean of the trajectories' own ratios
-    browse_items: float | None  # as browse, counting queries and URLs instead of calls
+    queries: int  # of all searches together; a call may hold several
+    urls: int
+    browse_items: float | None  # as browse and browse_macro, counting queries and URLs instead of calls
+    browse_items_macro: float | None
 
 
 def tool_use(calls: Sequence[Sequence[tuple[str, int]]], correct: Sequence[bool | None]) -> dict[str, ToolUse]:
@@ -108,15 +148,20 @@ def tool_use(calls: Sequence[Sequence[tuple[str, int]]], correct: Sequence[bool 
 
 def _tool_use(calls: list[Sequence[tuple[str, int]]]) -> ToolUse:
     counts = [tuple(sum(action == kind for action, _ in turns) for kind in ("search", "visit")) for turns in calls]
-    items = [sum(n for turns in calls for action, n in turns if action == kind) for kind in ("search", "visit")]
-    searches, visits = (sum(column) for column in zip(*counts, strict=True)) if counts else (0, 0)
-    ratios = [count[1] / sum(count) for count in counts if sum(count)]
+    items = [tuple(sum(n for action, n in turns if action == kind) for kind in ("search", "visit")) for turns in calls]
+    searches, visits, browse, browse_macro = _ratios(counts)
+    queries, urls, browse_items, browse_items_macro = _ratios(items)
     return ToolUse(
-        trajectories=len(calls), without_calls=len(calls) - len(ratios), searches=searches, visits=visits,
-        browse=visits / (searches + visits) if ratios else None,
-        browse_macro=fsum(ratios) / len(ratios) if ratios else None,
-        browse_items=items[1] / sum(items) if ratios else None,
-    )
+        trajectories=len(calls), without_calls=sum(not any(count) for count in counts), searches=searches, visits=visits,
+        browse=browse, browse_macro=browse_macro, queries=queries, urls=urls, browse_items=browse_items, browse_items_macro=browse_items_macro,
+    )  # fmt: skip
+
+
+def _ratios(counts: list[tuple[int, int]]) -> tuple[int, int, float | None, float | None]:
+    """Return searches and visits of all trajectories, the share of visits in their sum, and the mean of the trajectories' own shares."""
+    searches, visits = sum(search for search, _ in counts), sum(visit for _, visit in counts)
+    shares = [visit / (search + visit) for search, visit in counts if search + visit]
+    return searches, visits, visits / (searches + visits) if shares else None, fsum(shares) / len(shares) if shares else None
 
 
 def _by_question(values: Sequence[float], questions: Sequence[Hashable]) -> dict[Hashable, list[float]]:
@@ -129,7 +174,17 @@ def _by_question(values: Sequence[float], questions: Sequence[Hashable]) -> dict
     return {question: groups[question] for question in sorted(groups)}
 
 
-def _question_means(values: Sequence[float], questions: Sequence[Hashable]) -> dict[Hashable, float]:
+def _samples(correct: Sequence[bool], questions: Sequence[Hashable], k: int) -> dict[Hashable, list[bool]]:
+    """Group verdicts by question; ValueError for one with fewer than k samples, or with partial credit."""
+    by_question = _by_question(correct, questions)
+    for question, values in by_question.items():
+        if not set(values) <= {0, 1} or len(values) < k:
+            raise ValueError(f"pass@{k}: question {question!r} has {len(values)} samples {values[:8]}; need at least k, each 0 or 1")
+    return by_question
+
+
+def question_means(values: Sequence[float], questions: Sequence[Hashable]) -> dict[Hashable, float]:
+    """Return each question's mean, in sorted order of the questions. ValueError as `mean_ci`."""
     return {question: fsum(group) / len(group) for question, group in _by_question(values, questions).items()}
 
 
