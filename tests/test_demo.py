@@ -29,6 +29,8 @@ def test_the_smoke_demo_runs_every_stage_and_keeps_finished_work(tmp_path):
     assert summary["questions"] == 8
     curve = (tmp_path / "demo" / "reward_curve.svg").read_text()
     assert curve.startswith("<svg") or "<svg" in curve[:200]
+    report = (tmp_path / "demo" / "report.html").read_text(encoding="utf-8")
+    assert all(words in report for words in ("eval_igpo: 32 trajectories", "eval_sft: 32 trajectories", "training: 48 trajectories", 'id="comparison"'))
     for words in ("success T=1", "after SFT", "after IGPO", "paired by question"):
         assert words in first.stdout
 

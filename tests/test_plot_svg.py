@@ -4,7 +4,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from venus.plot_svg import nice_ticks, write_svg_curve
+from venus.plot_svg import Curve, nice_ticks, svg_curves, write_svg_curve
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -62,3 +62,15 @@ def test_a_single_point_can_be_drawn(tmp_path):
 def test_points_that_cannot_be_drawn_are_an_error(tmp_path, xs, ys):
     with pytest.raises(ValueError, match="the curve 'title'"):
         draw(tmp_path, xs, ys)
+
+
+def test_several_curves_share_the_axes_and_their_names_stand_above_the_plot():
+    """Two names take 32 pixels: the plot area is y 304..76 then, and a filled curve reaches down to 304."""
+    curves = [Curve([0, 10], [0.0, 0.5], "a < b"), Curve([0, 5], [0.5, 1.0], "c", color=1, dashed=True, filled=True)]
+    root = ET.fromstring(svg_curves(curves, "title", "k", "%"))
+    lines = root.findall(f"{SVG}polyline")
+    assert [line.get("points") for line in lines] == ["70.0,304.0 620.0,190.0", "70.0,190.0 345.0,76.0"]
+    assert [line.get("stroke-dasharray") for line in lines] == [None, "5 4"] and [line.get("class") for line in lines] == ["line s0", "line s1"]
+    assert [path.get("d") for path in root.findall(f"{SVG}path") if path.get("fill-opacity")] == ["M70.0 304 L70.0,190.0 345.0,76.0 L345.0 304 Z"]
+    names = {node.text: float(node.get("y")) for node in root.iter(f"{SVG}text") if node.text in ("a < b", "c")}
+    assert names == {"a < b": 48.0, "c": 64.0}

@@ -15,12 +15,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from venus.cli import option, run
+from venus.cli import STOPPED, option, run
 from venus.data import to_messages
 from venus.jsonl import read_jsonl
 from venus.model import Qwen3, Qwen3Config
 from venus.plot_svg import write_svg_curve
 from venus.record import save_run
+from venus.report import Run, read_run, write_report
 from venus.tokenizer import ChatTokenizer
 from venus.trajectory import Trajectory, read_trajectories
 from venus.weights import copy_tokenizer_files, save_model
@@ -30,7 +31,8 @@ AGENT = (
     *("--system-prompt", "short", "--max-turns", "8", "--max-turn-tokens", "48", "--max-observation-tokens", "160"),
     *("--max-context", "1024", "--slots", "48", "--threads", "1"),
 )
-STEPS_FLAGS = ("--weight-decay", "0", "--max-tokens-per-micro-batch", "16384")
+RESULTS = ("summary.json", "reward_curve.svg", "report.html")
+STEPS_FLAGS = ("--weight-decay", "0", "--max-tokens-per-gpu", "16384", "--recompute", "off")
 
 
 @dataclass(frozen=True)
@@ -95,10 +97,14 @@ def main(cfg: DemoConfig) -> None:
         out.parent / "reward_curve.svg", [row["step"] for row in curve], [row["success"] for row in curve],
         title="IGPO on the offline world: success of the rollouts of each step", x_label="step", y_label="success (exact match)",
     )  # fmt: skip
-    print_example(out, ChatTokenizer(start))
+    tokenizer = ChatTokenizer(start)
+    last_step = max((out / "igpo" / "rollouts").glob("step_?????.jsonl"))  # in the report, for its information gains and advantages
+    runs = [*(read_run(str(out / name), tokenizer) for name in ("eval_igpo", "eval_sft")), Run("training", read_trajectories(last_step), tokenizer)]
+    write_report(out.parent / "report.html", "Venus on the offline world: IGPO against SFT", runs, baseline="eval_sft")
+    print_example(out, tokenizer)
     print_table(rows, seconds)
     print(f"\nIGPO over SFT, paired by question: {100 * gain['mean']:+.1f} points [{100 * gain['low']:+.1f}, {100 * gain['high']:+.1f}]")
-    print(f"{sum(seconds.values()):.0f} s in all. Written: {out.parent / 'summary.json'}, {out.parent / 'reward_curve.svg'}, and every stage under {out}")
+    print(f"{sum(seconds.values()):.0f} s in all. Written: {', '.join(str(out.parent / name) for name in RESULTS)}, and every stage under {out}")
 
 
 def stage(out: Path, name: str, command: list[str], done: Path | None = None) -> None:
@@ -108,7 +114,7 @@ def stage(out: Path, name: str, command: list[str], done: Path | None = None) ->
     print(f"\n== {name}: python {' '.join(command)}", flush=True)
     started = time.monotonic()
     code = subprocess.run([sys.executable, *command], cwd=ROOT, check=False).returncode
-    if code == 130:
+    if code in (STOPPED, 130):
         raise KeyboardInterrupt
     if code:
         sys.exit(code)
