@@ -41,6 +41,20 @@ def test_a_dummy_has_one_prediction_and_no_weight():
     assert {name: values.tolist() for name, values in packed.fields.items()} == {"mask": [[0.0]], "weights": [[0.0]]}
 
 
+def test_packing_fills_up_to_a_multiple_with_a_document_of_its_own():
+    """Three predictions to eight: what is padded sees no document, is seen by none, and weighs nothing."""
+    packed = pack([Document([1, 2, 3], {"mask": [0, 1, 1]}), Document([7, 8], {"mask": [0, 1]})], multiple_of=8)
+    assert packed.ids_1N.tolist() == [[1, 2, 7, 0, 0, 0, 0, 0]]
+    assert packed.positions_1N.tolist() == [[0, 1, 0, 0, 1, 2, 3, 4]]
+    assert packed.layout == Layout.documents([2, 1, 5])
+    assert packed.fields["mask"].tolist() == [[1, 1, 1, 0, 0, 0, 0, 0]]
+
+
+def test_packing_that_fits_a_multiple_is_not_filled_up():
+    documents = [Document([1, 2, 3], {"mask": [0, 1, 1]})]
+    assert pack(documents, multiple_of=2).layout == pack(documents).layout == Layout.documents([2])
+
+
 # Micro-batches
 
 LENGTHS = st.lists(st.integers(2, 60), min_size=1, max_size=25)

@@ -1,90 +1,37 @@
-"""Two gloo processes against one: the same gradients, the same norm, the same ids, never a stale weight.
+"""Two and four gloo processes against one: the same gradients, the same norm, the same ids, never a stale weight, and all of them know when to stop.
 
-Starting a process costs seconds, so one pair of processes measures everything and the tests read its numbers. Gradients are compared, not
-parameters: clipping and Adam hide a wrong scale (trap 17). Each process holds, beside its sharded model, a plain one as the one-process case.
+Starting a process costs seconds, so one pair and one four of processes measure everything and the tests read their numbers. Each process holds,
+beside its sharded model, a plain one as the one-process case.
 """
 
 import json
+import math
+import re
 from datetime import timedelta
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.distributed.tensor import DTensor
+from gradient_table import ALONE, CASES, FP32, GOLDEN, MODELS, ONE, UNEVEN, check_case, full, gradient, measure_table, nll, relative
 
 from venus.batches import Document
 from venus.checkpoint import export_model
-from venus.model import ClippedPolicy, WeightedNLL
 from venus.parallel import World, clip_gradients, shard, unsharded
-from venus.updates import backward, log_probs_of, policy_metrics, with_weights
+from venus.updates import backward, with_weights
 from venus.weights import load_model
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
-GOLDEN = Path(__file__).parent / "golden"
-MODELS = ("tied_tf5", "untied_tf4")
-FP32 = 1e-6  # relative to the largest entry of the gradient: the same sums in another order, 9e-8 seen
-ALONE = SimpleNamespace(rank=0, size=1, device="cpu", sum=lambda value: value, gather=lambda items: items)
-
-
-def random_documents(lengths, seed=0):
-    generator, documents = torch.Generator().manual_seed(seed), []
-    for length in lengths:
-        mask = (torch.rand(length, generator=generator) < 0.5).float()
-        mask[0], mask[-1] = 0, 1
-        fields = {"mask": mask, "advantages": torch.randn(length, generator=generator), "sampler": torch.zeros(length)}
-        documents.append(Document(torch.randint(64, (length,), generator=generator).tolist(), fields))
-    return documents
-
-
-UNEVEN = random_documents([40, 3, 17, 2, 9, 26, 5])  # 7 documents and 102 tokens: no even split by either
-ONE = random_documents([12], seed=1)  # the second rank has nothing to do
-
-
-def full(tensor):
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
-def gradient(model):
-    return torch.cat([full(parameter.grad).flatten() for parameter in model.parameters()])
-
-
-def weights_of(model):
-    return torch.cat([full(parameter).flatten() for parameter in model.parameters()])
-
-
-def relative(a, b):
-    return ((a - b).abs().max() / b.abs().max()).item()
 
 
 def sft(model, documents, loss_norm, world, max_tokens=30):
     model.zero_grad(set_to_none=True)
-    backward(model, with_weights(documents, loss_norm), lambda fields: WeightedNLL(fields["weights"]), max_tokens=max_tokens, world=world)
+    backward(model, with_weights(documents, loss_norm), nll, max_tokens=max_tokens, world=world)
     return gradient(model)
 
 
-def igpo(model, reference, old, documents, world, max_tokens=30):
-    """The gradient of the clipped policy with old log-probs (of other weights, so that ratios are not 1) and a KL reference, and its metrics."""
-    how = {"max_tokens": max_tokens, "world": world}
-    extras = {"ref": log_probs_of(reference, documents, **how), "old": log_probs_of(old, documents, **how)}
-    documents = [Document(d.ids, {**d.per_token, **{name: rows[i] for name, rows in extras.items()}}) for i, d in enumerate(documents)]
-    model.zero_grad(set_to_none=True)
-    results = backward(
-        model, with_weights(documents, "sequence"),
-        lambda f: ClippedPolicy(f["advantages"], f["weights"], old_BS=f["old"], ref_BS=f["ref"], clip=0.1, beta=0.1), **how,
-    )  # fmt: skip
-    return gradient(model), policy_metrics(results, clip=0.1, dual_clip=3.0, world=world)
-
-
-def nudged(model, seed):
-    """The model with every weight moved by about 3 %, in place: old policy and reference must differ from it and from each other."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1 + 0.03 * torch.randn(parameter.shape, generator=generator))
-    return model
+def weights_of(model):
+    return torch.cat([full(parameter).flatten() for parameter in model.parameters()])
 
 
 def greedy(model, length):
@@ -100,29 +47,22 @@ def log_probs(model):
         return model.token_stats(ids[:, :-1], ids[:, 1:], torch.ones_like(ids[:, 1:]))[0]
 
 
-def measure_gradients(name, world):
-    """Every number is (two processes, one process) or their relative difference."""
-    sharded, plain = shard(load_model(GOLDEN / name), bf16=False), load_model(GOLDEN / name)
-    seen = {}
-    for batch, documents in (("uneven", UNEVEN), ("one", ONE)):
-        for norm in ("token", "sequence"):
-            seen[f"sft {batch} {norm}"] = relative(sft(sharded, documents, norm, world), sft(plain, documents, norm, ALONE))
-        others = [nudged(load_model(GOLDEN / name), seed) for seed in (1, 2)]
-        expected, one = igpo(plain, *others, documents, ALONE)
-        got, two = igpo(sharded, *(shard(m, bf16=False).requires_grad_(False) for m in others), documents, world)
-        seen[f"igpo {batch}"] = relative(got, expected)
-        seen[f"metrics {batch}"] = [two, one]
+def measure_clipping(name, world):
+    """(The sharded model's norm, the plain one's), the relative difference after clipping, and the norm when one document's loss is NaN."""
+    sharded, plain = shard(load_model(GOLDEN / name), world, bf16=False), load_model(GOLDEN / name)
     sft(plain, UNEVEN, "token", ALONE)
     sft(sharded, UNEVEN, "token", world)
     max_norm = 0.5 * torch.nn.utils.get_total_norm(p.grad for p in plain.parameters()).item()
-    seen["norms"] = [clip_gradients(sharded, max_norm), clip_gradients(plain, max_norm)]
-    seen["clipped"] = relative(gradient(sharded), gradient(plain))
-    return seen
+    seen = {"norms": [clip_gradients(sharded, max_norm), clip_gradients(plain, max_norm)], "clipped": relative(gradient(sharded), gradient(plain))}
+    documents = with_weights(UNEVEN, "token")
+    documents[0] = Document(documents[0].ids, {**documents[0].per_token, "weights": documents[0].per_token["weights"] * float("nan")})
+    backward(sharded, documents, nll, max_tokens=1000, world=world)
+    return seen | {"one NaN": clip_gradients(sharded, max_norm)}
 
 
 def measure_rounds(world, directory):
     """Rounds of training and generating, the plain model in lockstep. SGD, since Adam would turn a rounding of a tiny gradient into a full step."""
-    model, plain = shard(load_model(GOLDEN / "tied_tf5"), bf16=False), load_model(GOLDEN / "tied_tf5")
+    model, plain = shard(load_model(GOLDEN / "tied_tf5"), world, bf16=False), load_model(GOLDEN / "tied_tf5")
     optimizers = [torch.optim.SGD(m.parameters(), lr=2e-3) for m in (model, plain)]
     rounds = []
     for number in range(4):
@@ -151,40 +91,118 @@ def measure_rounds(world, directory):
     return {"rounds": rounds, "after an error": after_error, "export": bool(torch.equal(exported, weights_of(model)))}
 
 
-def measure(rank, directory):
-    store = dist.FileStore(str(directory / "store"), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
-    world = World()
-    seen = {name: measure_gradients(name, world) for name in MODELS} | measure_rounds(world, directory)
-    seen["world"] = [world.rank, world.size, world.is_main, world.sum(0.25 + rank), world.gather([rank] * (2 - rank))]
-    (directory / f"rank{rank}.json").write_text(json.dumps(seen))
+def measure_stop(world):
+    """What each rank knows before and after the last one alone was asked to stop."""
+    before = [world.stop_requested(), world.stop_agreed()]
+    if world.rank == world.size - 1:
+        world.request_stop()
+    return [*before, world.stop_agreed(), world.stop_requested()]
+
+
+def missing_rank(world):
+    """What a rank is told when the last one does not come."""
+    if world.rank < world.size - 1:
+        try:
+            world.check_alive("after the rollouts", timedelta(seconds=1))
+        except RuntimeError as error:
+            return str(error)
+    return None
+
+
+def start(rank, size, directory):
+    store = dist.FileStore(str(directory / "store"), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=120))
+
+
+def finish(world, directory, seen):
+    seen["grid"] = [world.rank, world.size, world.is_main, world.sp, world.dp_rank, world.dp_size, world.sp_rank]
+    seen["world"] = [world.sum(0.25 + world.rank), world.max(-1.0 - world.rank), world.gather([world.rank] * (world.size - world.rank))]
+    seen["stop"] = measure_stop(world)
+    world.check_alive("at the end")
+    seen["missing"] = missing_rank(World(world.sp))  # on groups of its own, which it breaks
+    (directory / f"rank{world.rank}.json").write_text(json.dumps(seen))
     world.barrier()
     world.close()
 
 
+def measure_two(rank, directory):
+    start(rank, 2, directory)
+    worlds = {"2x1": World(), "1x2": World(sp=2)}
+    seen = {grid: measure_table(world) for grid, world in worlds.items()}
+    seen["untied"] = {grid: measure_table(world, "untied_tf4", numbers=[2], recomputes=["on"]) for grid, world in worlds.items()}
+    seen["one"] = {grid: measure_table(world, documents=ONE, numbers=[1], recomputes=["off"]) for grid, world in worlds.items()}
+    world = worlds["2x1"]
+    seen |= {name: measure_clipping(name, world) for name in MODELS} | measure_rounds(world, directory)
+    with pytest.raises(ValueError, match="sp 3: does not divide the 2 process"):
+        World(sp=3)
+    finish(world, directory, seen)
+
+
+def measure_four(rank, directory):
+    start(rank, 4, directory)
+    worlds = {"2x2": World(sp=2), "1x4": World(sp=4)}
+    seen = {grid: measure_table(world) for grid, world in worlds.items()}
+    finish(worlds["2x2"], directory, seen)
+
+
+def measured(function, size, directory):
+    mp.spawn(function, args=(directory,), nprocs=size)
+    return [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(size)]
+
+
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
-    """What each of the two processes measured."""
-    directory = tmp_path_factory.mktemp("parallel")
-    mp.spawn(measure, args=(directory,), nprocs=2)
-    return [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(2)]
+    """What each of two processes measured."""
+    return measured(measure_two, 2, tmp_path_factory.mktemp("two"))
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("batch", ["uneven", "one"])
-@pytest.mark.parametrize("loss", ["sft {} token", "sft {} sequence", "igpo {}"])
-def test_two_processes_have_the_gradient_of_one(seen, name, batch, loss):
-    """Trap 16. Documents of unequal number and length, and a batch of which one rank has nothing: it takes part with a dummy."""
-    assert all(rank[name][loss.format(batch)] <= FP32 for rank in seen)
+@pytest.fixture(scope="module")
+def seen_by_four(tmp_path_factory):
+    return measured(measure_four, 4, tmp_path_factory.mktemp("four"))
 
 
-@pytest.mark.parametrize("batch", ["uneven", "one"])
-def test_two_processes_have_the_metrics_of_one(seen, batch):
+@pytest.mark.parametrize("grid", ["2x1", "1x2"])
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_have_the_gradient_of_one(seen, grid, case):
+    """Trap 16, with documents of unequal number and length. 1x2: two halves of one sequence, which meet inside attention only."""
     for rank in seen:
-        two, one = rank["tied_tf5"][f"metrics {batch}"]
-        assert two == pytest.approx(one, abs=1e-6, rel=1e-5)
-    assert 0 < seen[0]["tied_tf5"]["metrics uneven"][1]["clip_share"] < 1
-    assert seen[0]["tied_tf5"]["metrics uneven"][1]["kl"] > 1e-3
+        check_case(rank[grid], case)
+
+
+@pytest.mark.parametrize("grid", ["2x2", "1x4"])
+@pytest.mark.parametrize("case", CASES)
+def test_four_processes_have_the_gradient_of_one(seen_by_four, grid, case):
+    """1x4: more ranks than the two kv heads, each of which two ranks hold; its gradient is the sum of theirs.
+
+    An exchange whose result kept the strides of its argument was right forward and wrong by the whole gradient backward, without an error.
+    """
+    for rank in seen_by_four:
+        check_case(rank[grid], case)
+
+
+@pytest.mark.parametrize("grid", ["2x1", "1x2"])
+@pytest.mark.parametrize("loss", ["sft token", "sft sequence", "igpo token", "igpo sequence"])
+def test_an_untied_head_is_no_exception(seen, grid, loss):
+    for rank in seen:
+        check_case(rank["untied"][grid], f"{loss}, 2, on")
+
+
+@pytest.mark.parametrize("grid", ["2x1", "1x2"])
+@pytest.mark.parametrize("loss", ["sft token", "sft sequence", "igpo token", "igpo sequence"])
+def test_a_rank_that_has_nothing_to_do_takes_part_with_a_dummy(seen, grid, loss):
+    for rank in seen:
+        check_case(rank["one"][grid], f"{loss}, 1, off")
+
+
+def test_log_probs_of_all_documents_come_back_in_order_on_every_rank(seen, seen_by_four):
+    tables = [rank[grid] for ranks, grids in ((seen, ("2x1", "1x2")), (seen_by_four, ("2x2", "1x4"))) for rank in ranks for grid in grids]
+    assert max(table["log-probs"] for table in tables) <= 1e-5
+
+
+def test_the_table_is_of_losses_that_clip_and_diverge(seen):
+    """Else half of the policy gradient would not be there to be compared."""
+    *_, metrics, _ = seen[0]["1x2"]["igpo sequence, 2, on"]
+    assert 0 < metrics["clip_share"] < 1 and metrics["kl"] > 1e-3
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -229,15 +247,25 @@ def test_two_processes_export_the_weights_bit_for_bit(seen):
 
 
 def test_sums_and_lists_are_those_of_all_ranks(seen):
-    assert [rank["world"] for rank in seen] == [[0, 2, True, 1.5, [0, 0, 1]], [1, 2, False, 1.5, [0, 0, 1]]]
+    assert [rank["world"] for rank in seen] == [[1.5, -1.0, [0, 0, 1]]] * 2
 
 
-def test_one_process_is_a_world_too():
-    """No torchrun, no ports: the same code path, the gradients bit-equal to the plain model's."""
-    world = World()
-    try:
-        assert (world.rank, world.size, world.is_main) == (0, 1, True)
-        sharded = shard(load_model(GOLDEN / "tied_tf5"), bf16=False)
-        assert torch.equal(sft(sharded, UNEVEN, "token", world), sft(load_model(GOLDEN / "tied_tf5"), UNEVEN, "token", ALONE))
-    finally:
-        world.close()
+def test_neighbouring_ranks_share_a_sequence(seen, seen_by_four):
+    assert [rank["grid"] for rank in seen] == [[0, 2, True, 1, 0, 2, 0], [1, 2, False, 1, 1, 2, 0]]
+    assert [rank["grid"][3:] for rank in seen_by_four] == [[2, 0, 2, 0], [2, 0, 2, 1], [2, 1, 2, 0], [2, 1, 2, 1]]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_nan_is_a_nan_norm_on_every_rank(seen, name):
+    """So that all skip the step together; the document stands on one rank only."""
+    assert all(math.isnan(rank[name]["one NaN"]) for rank in seen)
+
+
+def test_a_stop_asked_of_one_rank_is_agreed_by_all(seen, seen_by_four):
+    """And each hears of it without a collective too, as a rank in its rollouts must."""
+    assert [rank["stop"] for rank in [*seen, *seen_by_four]] == [[False, False, True, True]] * 6
+
+
+def test_a_missing_rank_is_named(seen, seen_by_four):
+    assert re.search(r"after the rollouts: a rank is dead or hung: .*ranks? 1\b", seen[0]["missing"], re.I)
+    assert re.search(r"after the rollouts: a rank is dead or hung: .*ranks? 3\b", seen_by_four[0]["missing"], re.I)

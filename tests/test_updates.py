@@ -14,12 +14,12 @@ import torch
 from venus.batches import Document
 from venus.model import ClippedPolicy, TokenLoss, WeightedNLL
 from venus.trajectory import Outcome, Trajectory, Turn
-from venus.updates import backward, log_probs_of, policy_document, policy_metrics, with_weights
+from venus.updates import backward, log_probs_of, padding_share, policy_document, policy_metrics, with_weights
 from venus.weights import load_model
 
 GOLDEN = Path(__file__).parent / "golden"
 FP32 = 1e-6  # relative to the largest entry of the gradient: fp32 sums in another order, 4e-7 seen
-ALONE = SimpleNamespace(rank=0, size=1, device="cpu", sum=lambda value: value, gather=lambda items: items)
+ALONE = SimpleNamespace(sp=1, dp_rank=0, dp_size=1, device="cpu", sum=lambda value: value, gather=lambda items: items)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def gradient(model, documents, loss_of, *, max_tokens=10_000, num_ranks=1):
     model.zero_grad(set_to_none=True)
     total = 0.0
     for rank in range(num_ranks):
-        world = SimpleNamespace(rank=rank, size=num_ranks, device="cpu")
+        world = SimpleNamespace(sp=1, dp_rank=rank, dp_size=num_ranks, device="cpu")
         total += sum(result.loss.item() for result, _ in backward(model, documents, loss_of, max_tokens=max_tokens, world=world))
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()]), total
 
@@ -156,14 +156,20 @@ def test_with_one_update_the_gradient_is_that_of_reinforce(model):
     assert loss == pytest.approx(-mean_advantage, abs=1e-6)
 
 
-def test_log_probs_come_back_in_the_order_of_the_documents_however_they_are_dealt(model):
-    documents, mine = random_documents(model), []
-    for rank in range(3):
-        log_probs_of(model, documents, max_tokens=32, world=SimpleNamespace(rank=rank, size=3, device="cpu", gather=lambda items: mine.extend(items) or items))
-    together = log_probs_of(model, documents, max_tokens=10_000, world=SimpleNamespace(rank=0, size=1, device="cpu", gather=lambda _: list(reversed(mine))))
-    for document, log_probs in zip(documents, together, strict=True):
+def test_log_probs_come_back_in_the_order_of_the_documents_however_they_are_cut(model):
+    """Longest first is how they are packed. tests/test_parallel.py deals them over processes too."""
+    documents = random_documents(model)
+    for document, log_probs in zip(documents, log_probs_of(model, documents, max_tokens=32, world=ALONE), strict=True):
         expected = torch.cat([torch.zeros(1), true_log_probs(model, document.ids)]) * document.per_token["mask"]
         assert (log_probs - expected).abs().max() <= 1e-5
+
+
+def test_the_padding_share_counts_dummies_and_padding_among_all_tokens(model):
+    """Two pairs of ranks: 11 predictions are padded to 12, 6 on each of a pair, and a dummy's one to 2: of 14 tokens, 3 are not of the document."""
+    documents = with_weights(random_documents(model, lengths=(12,)), "token")
+    of_all_ranks = [(None, {"weights": torch.zeros(1, tokens)}) for tokens in (6, 6, 1, 1)]
+    assert padding_share(documents, of_all_ranks, ALONE) == pytest.approx(3 / 14)
+    assert padding_share(documents, backward(model, documents, nll, max_tokens=4, world=ALONE), ALONE) == 0
 
 
 # Trajectories

@@ -37,10 +37,15 @@ class Packed:
     fields: dict[str, Tensor]
 
 
-def pack(documents: Sequence[Document], device: torch.device | str = "cpu") -> Packed:
-    """Concatenate the documents, each shifted by one inside itself, so that no document predicts the first token of the next."""
-    lengths = [len(document.ids) - 1 for document in documents]
+def pack(documents: Sequence[Document], device: torch.device | str = "cpu", *, multiple_of: int = 1) -> Packed:
+    """Concatenate the documents, each shifted by one inside itself, so that no document predicts the first token of the next.
+
+    A dummy document fills the length up to a multiple of `multiple_of`.
+    """
     names = documents[0].per_token.keys()
+    if padding := -sum(len(document.ids) - 1 for document in documents) % multiple_of:
+        documents = [*documents, dummy_document(names, padding)]
+    lengths = [len(document.ids) - 1 for document in documents]
 
     def joined(parts) -> Tensor:
         return torch.cat([torch.as_tensor(part) for part in parts])[None].to(device)
@@ -73,9 +78,10 @@ def micro_batches(lengths: Sequence[int], max_tokens: int, num_ranks: int) -> li
         num_rounds += 1
 
 
-def dummy_document(names: Iterable[str]) -> Document:
-    """Two tokens without weight: the forward and backward of a rank that has nothing to do."""
-    return Document([0, 0], {name: [0.0, 0.0] for name in names})
+def dummy_document(names: Iterable[str], num_predictions: int = 1) -> Document:
+    """Tokens without weight: padding, and the forward and backward of a rank that has nothing to do."""
+    zeros = [0] * (num_predictions + 1)
+    return Document(zeros, dict.fromkeys(names, zeros))
 
 
 def epoch_plan(weights: Sequence[int], *, seed: int, epoch: int) -> list[int]:

@@ -3,6 +3,7 @@
 Shapes: B rows  S sequence  D hidden  H query heads  K kv heads  E head_dim  F mlp  V vocab  N selected tokens.
 """
 
+import contextlib
 import dataclasses
 import json
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
 
 from kernels.cross_entropy import fp32_logits, linear_log_probs, linear_token_loss
 from venus.attention import CachedLayout, Layout, attend, plan_attention
@@ -92,6 +95,9 @@ class Qwen3Config:
         fixed = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0}
         fixed |= {"use_sliding_window": False, "sliding_window": None, "max_window_layers": self.num_hidden_layers, "rope_scaling": None}
         return fixed | dataclasses.asdict(self) | {"torch_dtype": self.dtype, "rope_parameters": rope, "use_cache": True}
+
+
+QWEN3_4B = Qwen3Config(151_936, 2560, 9728, 36, 32, 8, 128, 1e-6, 5e6, 262_144, True)  # Qwen3-4B-Thinking-2507, the paper's model
 
 
 def rope_cos_sin(positions_BS: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -270,7 +276,7 @@ class Qwen3(nn.Module):
 
     def __init__(self, config: Qwen3Config):
         super().__init__()
-        self.config = config
+        self.config, self.recompute = config, "off"
         self.model = Backbone(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
@@ -290,7 +296,10 @@ class Qwen3(nn.Module):
         rope = rope_cos_sin(positions_BS, self.config.head_dim, self.config.rope_theta, x_BSD.dtype)
         layout = plan_attention(layout, x_BSD, self.config.num_attention_heads // self.config.num_key_value_heads, kernel, cache)
         for block in self.model.layers:
-            x_BSD = block(x_BSD, rope, layout, cache)
+            if self.recompute == "off" or not torch.is_grad_enabled():
+                x_BSD = block(x_BSD, rope, layout, cache)
+            else:
+                x_BSD = _recomputed(block, x_BSD, rope, layout, offload=self.recompute == "offload")
         return self.model.norm(x_BSD)
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
@@ -347,6 +356,25 @@ class Qwen3(nn.Module):
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 std *= 0.05
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+
+
+RECOMPUTE = ("off", "on", "offload")
+
+
+def set_recompute(model: Qwen3, recompute: str) -> None:
+    """Choose, in place, what a pass with gradients keeps: every activation (off), or the blocks' inputs, from which backward runs a block again (on).
+
+    offload: those inputs wait in host memory. Nothing changes where no gradient is wanted.
+    """
+    if recompute not in RECOMPUTE:
+        raise ValueError(f"recompute {recompute!r}: choose one of {', '.join(RECOMPUTE)}")
+    model.recompute = recompute
+
+
+def _recomputed(block: Block, x_BSD: Tensor, rope: tuple[Tensor, Tensor], layout: Layout | None, *, offload: bool) -> Tensor:
+    """Run a block and keep its input alone. The angles hide in a tuple: as arguments of their own they would be offloaded once a layer."""
+    with save_on_cpu(pin_memory=x_BSD.is_cuda) if offload else contextlib.nullcontext():
+        return checkpoint(block, x_BSD, rope, layout, None, use_reentrant=False, preserve_rng_state=False)  # nothing in a block is random
 
 
 def _scatter(values_N: Tensor, rows_N: Tensor, shape: torch.Size) -> Tensor:

@@ -3,15 +3,15 @@
 Shapes: N tokens of a packed sequence (batch dimension 1).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from venus.batches import Document, dummy_document, micro_batches, pack
+from venus.batches import Document, Packed, dummy_document, micro_batches, pack
 from venus.igpo import token_advantages
 from venus.model import ClippedPolicy, Qwen3, TokenLoss, WeightedNLL, clipped_surrogate, k3_divergence
-from venus.parallel import World
+from venus.parallel import World, split_sequence
 from venus.trajectory import Trajectory
 
 Fields = dict[str, Tensor]
@@ -40,12 +40,11 @@ def backward(
     """Add this rank's share of the gradient of the summed loss; return each micro-batch's result and fields.
 
     `documents` are those of all ranks, the same on every rank, with "weights" as `with_weights` makes them: then neither the micro-batch
-    size, nor the packing, nor the number of ranks changes the gradient.
+    size, nor the packing, nor the number of ranks, nor how they share sequences changes the gradient. max_tokens: per rank and micro-batch.
+    The fields are those of this rank's tokens.
     """
     results = []
-    for indices in micro_batches([len(document.ids) for document in documents], max_tokens, world.size)[world.rank]:
-        chosen = [documents[i] for i in indices] or [dummy_document(documents[0].per_token)]
-        packed = pack(chosen, world.device)
+    for _, packed in _my_micro_batches(documents, max_tokens, world):
         result = model.token_loss(
             packed.ids_1N, packed.targets_1N, loss=loss_of(packed.fields), positions_BS=packed.positions_1N, layout=packed.layout,
             temperature=temperature, kernel=kernel,
@@ -61,16 +60,35 @@ def log_probs_of(
 ) -> list[Tensor]:
     """log p (nats, fp32) of the masked tokens of every document, 0 elsewhere and as long as its ids. Each rank computes its share. A collective."""
     mine = []
-    for indices in micro_batches([len(document.ids) for document in documents], max_tokens, world.size)[world.rank]:
-        packed = pack([documents[i] for i in indices] or [dummy_document(["mask"])], world.device)
+    for indices, packed in _my_micro_batches(documents, max_tokens, world):
         log_probs_1N = model.token_log_probs(
             packed.ids_1N, packed.targets_1N, packed.fields["mask"], positions_BS=packed.positions_1N, layout=packed.layout, temperature=temperature,
             kernel=kernel,
         )  # fmt: skip
         if indices:
-            parts = log_probs_1N[0].cpu().split([len(documents[i].ids) - 1 for i in indices])
-            mine += [(i, torch.cat([torch.zeros(1), part])) for i, part in zip(indices, parts, strict=True)]
-    return [values for _, values in sorted(world.gather(mine), key=lambda item: item[0])]
+            mine.append((indices, log_probs_1N[0].cpu()))
+    parts: dict[tuple[int, ...], list[Tensor]] = {}
+    for indices, part in world.gather(mine):  # the parts of a sequence come in order, from neighbouring ranks
+        parts.setdefault(indices, []).append(part)
+    rows = {}
+    for indices, together in parts.items():
+        lengths = [len(documents[i].ids) - 1 for i in indices]
+        for i, values in zip(indices, torch.cat(together)[: sum(lengths)].split(lengths), strict=True):
+            rows[i] = torch.cat([torch.zeros(1), values])
+    return [rows[i] for i in range(len(documents))]
+
+
+def _my_micro_batches(documents: Sequence[Document], max_tokens: int, world: World) -> Iterator[tuple[tuple[int, ...], Packed]]:
+    """Which documents, and this rank's part of them packed, for each of its micro-batches; () and a dummy where there is nothing left to do."""
+    for indices in micro_batches([len(document.ids) for document in documents], max_tokens * world.sp, world.dp_size)[world.dp_rank]:
+        chosen = [documents[i] for i in indices] or [dummy_document(documents[0].per_token)]
+        yield tuple(indices), split_sequence(pack(chosen, world.device, multiple_of=world.sp), world)
+
+
+def padding_share(documents: Sequence[Document], results: Sequence[tuple[TokenLoss, Fields]], world: World) -> float:
+    """Of the tokens that `backward` ran for these results, the share that was padding or dummies, over all ranks. A collective."""
+    ran = world.sum(sum(fields["weights"].numel() for _, fields in results))
+    return 1 - sum(len(document.ids) - 1 for document in documents) / ran
 
 
 def policy_document(trajectory: Trajectory) -> Document:
