@@ -2,41 +2,45 @@
 
     python train_igpo.py --model SFT_DIR --questions questions.jsonl --output runs/igpo
     torchrun --nproc_per_node=8 train_igpo.py ...
+The same command resumes, with any number of processes. Exit code 3: stopped by SIGTERM or Ctrl-C, everything saved.
 GRPO, the baseline, is the same code with --ig-turns none --format-pool none.
 """
 
 import dataclasses
-import math
-import time
+import functools
+import os
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
-from tqdm import tqdm
 
-from kernels.launch import KERNELS, choose_kernel
+from venus.agent import Agent
 from venus.batches import Document, batch_items, steps_per_epoch
-from venus.checkpoint import export_model, load_checkpoint, save_checkpoint
+from venus.checkpoint import load_sharded
 from venus.cli import option, run
-from venus.collect import RolloutOptions, check_corpora, collect, jobs_of, rollout_metrics
+from venus.collect import RolloutOptions, check_corpora, collect, jobs_of, rollout_metrics, share_of_jobs
 from venus.igpo import AdvantageConfig, TurnRewards, batch_advantages
-from venus.info_gain import score_turns
+from venus.info_gain import GainRule, score_turns
 from venus.jsonl import write_jsonl
-from venus.metrics import MetricsLogger
-from venus.model import ClippedPolicy, Qwen3, Qwen3Config
-from venus.parallel import World, clip_gradients, shard, unsharded
-from venus.plan import kv_bytes, readable_bytes, training_bytes
-from venus.record import print_plan, save_run
+from venus.judge import RULES, Case, Judge, open_judge, parse_judge
+from venus.model import ClippedPolicy, Qwen3, Qwen3Config, set_recompute
+from venus.parallel import World, unsharded
+from venus.plan import memory_rows, num_parameters
+from venus.record import print_plan
 from venus.rewards import outcome_of
 from venus.tokenizer import ChatTokenizer
+from venus.tools.base import Tool
+from venus.tools.options import Keys
+from venus.training import TrainingOptions, TrainingRun, compute_dtype, digest, export_latest, timed
 from venus.trajectory import Outcome, Question, Trajectory, read_questions
-from venus.updates import backward, log_probs_of, policy_document, policy_metrics, with_weights
-from venus.weights import fingerprint, load_model
+from venus.updates import backward, log_probs_of, padding_share, policy_document, policy_metrics, with_weights
+from venus.weights import fingerprint
 
 
 @dataclass(frozen=True)
-class IgpoConfig(RolloutOptions):
+class IgpoConfig(RolloutOptions, TrainingOptions):
     # data and model
     model: str = option(help="Hugging Face directory of the SFT model: the start and the KL reference")
     questions: str = option(help="questions.jsonl: id, question, ground_truth, corpus")
@@ -45,7 +49,11 @@ class IgpoConfig(RolloutOptions):
     group_size: int = option(8, help="rollouts per question")
     steps: int | None = option(None, help="steps in all; empty is one pass over the questions")
     # rewards and credit (Eq. 2-9)
-    reward: str = option("em", help="outcome: normalised exact match, or multiset F1", choices=("em", "f1"))
+    reward: str = option("em", help="outcome: normalised exact match, multiset F1, or the verdict of --judge", choices=("em", "f1", "judge"))
+    judge: str = option("none", help=f"for --reward judge: openai:BASE_URL:MODEL (key: JUDGE_API_KEY or OPENAI_API_KEY), or {', '.join(RULES)}")
+    judge_calls: int = option(16, help="judge calls under way at once, on each rank")
+    judge_seconds: float = option(300.0, help="for all tries of a judge call; a rollout without a verdict leaves statistics and loss", unit="s")
+    info_gain: str = option("rollout", help="score ground truths in the rollout, from its cache, or afterwards, packed", choices=("rollout", "packed"))
     ig_turns: str = option("visit", help="turns whose gain is rewarded: answered visits, all, or none (GRPO)", choices=("visit", "all", "none"))
     ig_value: str = option("log_prob", help="gain in mean log-probability (DR-Venus) or in its exp (IGPO)", choices=("log_prob", "prob"))
     ig_alias: str = option("first", help="ground truth scored: the first alias, or the best one at every cut", choices=("first", "max"))
@@ -68,92 +76,104 @@ class IgpoConfig(RolloutOptions):
     beta2: float = option(0.999, help="AdamW")
     weight_decay: float = option(0.01, help="AdamW")
     clip_norm: float = option(1.0, help="largest global gradient norm")
-    max_tokens_per_micro_batch: int = option(32_768, help="packed tokens of one forward pass; a longer row runs alone", unit="tokens")
-    kernel: str = option("auto", help="auto is Triton on CUDA and torch elsewhere; which one it was stands in run.json", choices=KERNELS)
     # run
     seed: int = option(0, help="seed of the order of questions and of the sampling noise")
     save_every: int = option(5, help="steps between checkpoints; a run resumes from the latest", unit="steps")
-    tensorboard: bool = option(False, help="also write TensorBoard events (needs tensorboard installed)")
-    dry_run: bool = option(False, help="print the resolved config and the plan, and exit")
+    rank_minutes: float = option(600.0, help="longest wait for the slowest process at the end of rollouts; then it is named, and the run fails", unit="min")
 
     def validate(self):
         super().validate()
+        TrainingOptions.validate(self)
         self.advantages()
-        least = {"questions_per_step": 1, "group_size": 2, "steps": 1, "updates": 1, "save_every": 1, "max_tokens_per_micro_batch": 1}
+        parse_judge(self.judge)
+        if (self.reward == "judge") == (self.judge == "none"):
+            raise ValueError(f"reward {self.reward} with judge {self.judge}: --reward judge needs a --judge, and no other reward asks one")
+        least = {"questions_per_step": 1, "group_size": 2, "steps": 1, "updates": 1, "save_every": 1, "judge_calls": 1, "judge_seconds": 1}
         for name, value in least.items():
             if getattr(self, name) is not None and getattr(self, name) < value:
                 raise ValueError(f"{name} {getattr(self, name)}: must be at least {value}")
+        if self.policy is not None:
+            raise ValueError("--policy: an endpoint returns neither the ids it sampled nor their log-probs, so nothing can be trained on them")
         if self.temperature == 0:
             raise ValueError("temperature 0: greedy rollouts of a group are all equal, so nothing can be learnt from them")
+
+    def gain(self) -> GainRule | None:
+        """What the rollouts score as they go."""
+        return GainRule(self.ig_turns, self.ig_value, self.ig_alias) if self.info_gain == "rollout" and self.ig_turns != "none" else None
 
     def advantages(self) -> AdvantageConfig:
         return AdvantageConfig(**{field.name: getattr(self, field.name) for field in dataclasses.fields(AdvantageConfig)})
 
 
 @record
-def main(cfg: IgpoConfig) -> None:
+def main(cfg: IgpoConfig, keys: Keys) -> int | None:
     """Per step: roll out, score, credit, update."""
     cfg.set_threads()
+    if cfg.export:
+        return export_latest(cfg)
     questions, tokenizer = read_questions(cfg.questions), ChatTokenizer(cfg.model)
-    check_corpora(questions)
+    corpora = check_corpora(questions) if cfg.tools == "offline" else None
     num_steps = cfg.steps or steps_per_epoch([1] * len(questions), cfg.questions_per_step)
     if cfg.dry_run:
         print_plan(cfg, plan(cfg, len(questions), num_steps))
-        return
-    world, output = World(), Path(cfg.output)
-    kernel = choose_kernel(cfg.kernel, world.device)
-    bf16 = world.device.type == "cuda"
-    model = shard(load_model(cfg.model, dtype=torch.float32, device=world.device), bf16=bf16)
-    dtype = torch.bfloat16 if bf16 else torch.float32
-    reference = shard(load_model(cfg.model, dtype=dtype, device=world.device), bf16=False).requires_grad_(False) if cfg.kl_beta else None
-    cfg.agent(model, tokenizer, run="", seed=0, manifest={}).run(jobs_of(questions, 1))  # starts nothing: a prompt too long is found now, not days on
-    optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), weight_decay=cfg.weight_decay)
-    first_step = load_checkpoint(output / "checkpoints", model, optimizer)
-    drop_partials(output / "rollouts", first_step, world)
-    if world.is_main:
-        if first_step:
-            print(f"{output}: resuming after step {first_step} of {num_steps}")
-        save_run(cfg, output, world_size=world.size, device=str(world.device), kernel=kernel)
-    console = ("success", "info_gain_mean", "format_valid_share", "turns", "browse_ratio", "kl", "grad_norm", "seconds_step")
-    metrics = MetricsLogger(output, enabled=world.is_main, start_step=first_step, console=console, tensorboard=cfg.tensorboard, write=tqdm.write)
+        return None
+    world = World(cfg.sp)
+    dtype = compute_dtype(world)
+    model = load_sharded(cfg.model, world, dtype=torch.float32, bf16=dtype == torch.bfloat16)
+    set_recompute(model, cfg.recompute)
+    reference = load_sharded(cfg.model, world, dtype=dtype, bf16=False).requires_grad_(False) if cfg.kl_beta else None
+    tools = cfg.make_tools(keys, corpora)
+    agent = cfg.agent(model, tokenizer, run="", seed=0, manifest={}, tools=tools, gain=cfg.gain())
+    agent.run(jobs_of(questions, 1))  # starts nothing: a prompt too long is found now, not days on
+    training = TrainingRun(
+        cfg, model, world, settings=settings(cfg), num_steps=num_steps, extra={"lengths": {}}, record={"decoding": agent.sampler.choices},
+        spread=cfg.spread(world_size=world.size, longest=cfg.max_context, reference=reference is not None, bf16=dtype == torch.bfloat16),
+        console=("success", "info_gain_mean", "format_valid_share", "turns", "browse_ratio", "kl", "grad_norm", "seconds_step"),
+    )  # fmt: skip
+    rollouts = training.output / "rollouts"
+    drop_partials(rollouts, training.step, world)
 
-    for step in tqdm(range(first_step, num_steps), initial=first_step, total=num_steps, desc="igpo", unit="step", disable=not world.is_main or None):
-        seconds = {}
-        batch = [questions[i] for i in batch_items([1] * len(questions), cfg.questions_per_step, seed=cfg.seed, step=step)]
-        # 1. roll out G trajectories of every question, and 2. score the ground truth after their turns, with the weights at hand
-        with unsharded(model):
-            with timed(seconds, "rollout", world):
-                mine = roll_out(cfg, model, tokenizer, batch, step, output / "rollouts", world)
-            with timed(seconds, "info_gain", world):
-                for trajectory in mine:
-                    trajectory.outcome = graded(trajectory, cfg.reward)
-                score_turns(
-                    model, tokenizer, [trajectory for trajectory in mine if trajectory.kept], ig_turns=cfg.ig_turns, ig_value=cfg.ig_value,
-                    ig_alias=cfg.ig_alias, max_tokens=cfg.max_tokens_per_micro_batch, kernel=kernel,
-                )  # fmt: skip
-        trajectories = world.gather(mine)
-        # 3. credit: rewards per turn -> advantages per turn, over the whole batch
-        kept, credit = credit_turns(cfg, batch, trajectories)
-        # 4. update
-        with timed(seconds, "update", world):
-            update = update_policy(cfg, model, reference, optimizer, kept, step, world) if kept else {}
-        metrics.log(step, rollout_metrics(trajectories, kept) | credit | update | timing(seconds, trajectories))
-        if world.is_main:
-            write_jsonl(output / "rollouts" / f"step_{step:05d}.jsonl", [trajectory.to_json() for trajectory in trajectories])
-        drop_partials(output / "rollouts", step + 1, world)
-        if (step + 1) % cfg.save_every == 0 or step + 1 == num_steps:
-            save_checkpoint(output / "checkpoints", step + 1, model, optimizer, world)
-    export_model(model, cfg.model, output / "model", dtype=dtype, world=world)
-    metrics.close()
-    world.close()
+    verdicts = training.output / "verdicts" / f"rank{world.rank}.jsonl"
+    with open_judge(cfg.judge, keys.judge, verdicts, cfg.judge_calls, seconds=cfg.judge_seconds) as judge, training.running():
+        for step in training.steps("igpo"):
+            seconds = {}
+            batch = [questions[i] for i in batch_items([1] * len(questions), cfg.questions_per_step, seed=cfg.seed, step=step)]
+            # 1. roll out G trajectories of every question, and 2. score the ground truth after their turns, with the weights at hand
+            with unsharded(model):
+                with timed(seconds, "rollout", world):
+                    mine = roll_out(cfg, tokenizer, tools, judge, batch, training)
+                if world.stop_agreed():
+                    break  # the finished ones are on disk, and taken up by the next start
+                with timed(seconds, "info_gain", world):
+                    if cfg.info_gain == "packed":
+                        score_turns(
+                            model, tokenizer, [trajectory for trajectory in mine if trajectory.kept], ig_turns=cfg.ig_turns, ig_value=cfg.ig_value,
+                            ig_alias=cfg.ig_alias, max_tokens=cfg.max_tokens_per_gpu, kernel=training.kernel,
+                        )  # fmt: skip
+            trajectories = in_order(world.gather(mine), batch)
+            # 3. credit: rewards per turn -> advantages per turn, over the whole batch
+            kept, credit = credit_turns(cfg, batch, trajectories)
+            # 4. update
+            with timed(seconds, "update", world):
+                update = update_policy(cfg, training, reference, kept) if kept else {}
+            training.metrics.log(step, rollout_metrics(trajectories, kept) | credit | update | timing(seconds, trajectories, kept, training))
+            training.extra["lengths"] |= mean_lengths(trajectories)
+            if world.is_main:
+                write_jsonl(rollouts / f"step_{step:05d}.jsonl", [trajectory.to_json() for trajectory in trajectories])
+            drop_partials(rollouts, step + 1, world)
+    return training.finish()
+
+
+def settings(cfg: IgpoConfig) -> dict:
+    """What decides the training: a checkpoint made with other values is not resumed. Model and questions count by their content."""
+    left_out = {field.name for base in (TrainingOptions, RolloutOptions) for field in dataclasses.fields(base)}
+    left_out |= {"model", "questions", "output", "steps", "save_every", "rank_minutes", "judge_calls", "judge_seconds"}
+    values = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg) if field.name not in left_out}
+    values["judge"] = (parse_judge(cfg.judge) or [cfg.judge])[-1]  # the model may move to another address
+    return values | cfg.manifest() | {"model": fingerprint(cfg.model), "questions": digest(Path(cfg.questions).read_bytes())}
 
 
 # ---- 1. rollouts
-
-
-def partial_path(directory: Path, step: int, world: World) -> Path:
-    """Where a rank appends its rollouts of a step until the step is done."""
-    return directory / f"step_{step:05d}.rank{world.rank}.partial.jsonl"
 
 
 def drop_partials(directory: Path, step: int, world: World) -> None:
@@ -164,23 +184,64 @@ def drop_partials(directory: Path, step: int, world: World) -> None:
     world.barrier()
 
 
-def roll_out(
-    cfg: IgpoConfig, model: Qwen3, tokenizer: ChatTokenizer, batch: list[Question], step: int, directory: Path, world: World
-) -> list[Trajectory]:
-    """This rank's share of the step's rollouts: whole questions, dealt out in turn."""
-    manifest = {"step": step, "model": fingerprint(cfg.model)}
-    agent = cfg.agent(model, tokenizer, run=directory.parent.name, seed=cfg.seed * 1_000_003 + step, manifest=manifest)
-    return collect(agent, jobs_of(batch[world.rank :: world.size], cfg.group_size), partial_path(directory, step, world), progress=None)
+def roll_out(cfg: IgpoConfig, tokenizer: ChatTokenizer, tools: dict[str, Tool], judge: Judge, batch: list[Question], training: TrainingRun) -> list[Trajectory]:
+    """This rank's share of the step's rollouts with their outcomes, fewer when a stop was asked for. What an interrupted run finished of them is
+    taken up, whichever rank made it. A collective at its end only.
+    """
+    directory, step, world = training.output / "rollouts", training.step, training.world
+    # trajectories with gains, and under which rule, are not those without
+    manifest = {"step": step, "model": training.extra["settings"]["model"], "gain": dataclasses.asdict(cfg.gain()) if cfg.gain() else None}
+    seed = cfg.seed * 1_000_003 + step
+    agent = cfg.agent(training.model, tokenizer, run=training.output.name, seed=seed, manifest=manifest, tools=tools, gain=cfg.gain())
+    costs = expected_tokens(agent, batch, training.extra["lengths"])
+    jobs = share_of_jobs(batch, cfg.group_size, costs, rank=world.rank, num_ranks=world.size)
+    path = directory / f"step_{step:05d}.rank{world.rank}.partial.jsonl"
+    others = sorted(set(directory.glob(f"step_{step:05d}*.jsonl")) - {path})  # of other ranks, and of the whole step when it was done but not saved
+    finished = collect(agent, jobs, path, progress=None, others=others, should_stop=world.stop_requested)
+    if not world.stop_requested():
+        grade(finished, cfg.reward, judge)
+    world.check_alive(f"rollouts of step {step}", timedelta(minutes=cfg.rank_minutes))
+    return finished
+
+
+def expected_tokens(agent: Agent, batch: list[Question], lengths: dict[str, float]) -> list[float]:
+    """What a rollout of each question will cost: the mean length of its earlier ones, or, for a new question, that of all earlier rollouts, at least
+    its prompt."""
+    typical = sum(lengths.values()) / len(lengths) if lengths else 0.0
+    prompts = [len(agent.tokenizer.prompt_ids(agent.system, question.question)) for question in batch]
+    return [lengths[q.id] if q.id in lengths else max(typical, prompt) for q, prompt in zip(batch, prompts, strict=True)]
+
+
+def in_order(trajectories: list[Trajectory], batch: list[Question]) -> list[Trajectory]:
+    """By question and sample, whichever rank made them: mini-batches are cut by place."""
+    place = {question.id: number for number, question in enumerate(batch)}
+    return sorted(trajectories, key=lambda trajectory: (place[trajectory.question_id], trajectory.sample))
+
+
+def mean_lengths(trajectories: list[Trajectory]) -> dict[str, float]:
+    """Mean number of tokens of the trajectories of each question."""
+    lengths: dict[str, list[int]] = {}
+    for trajectory in trajectories:
+        lengths.setdefault(trajectory.question_id, []).append(len(trajectory.token_ids))
+    return {question_id: sum(values) / len(values) for question_id, values in lengths.items()}
 
 
 # ---- 2. rewards
 
 
-def graded(trajectory: Trajectory, reward: str) -> Outcome:
-    """The outcome reward of a trajectory that counts; the others keep their status, without a value."""
-    if not trajectory.kept:
-        return trajectory.outcome
-    return Outcome(outcome_of(trajectory.prediction, trajectory.ground_truth, reward), "ok")
+def grade(trajectories: list[Trajectory], reward: str, judge: Judge) -> None:
+    """Give the trajectories that came to their end an outcome, in place; the others keep their status, without a value.
+
+    An answer that the judge gave no verdict on is not a wrong one: it is left out like the others.
+    """
+    ended = [t for t in trajectories if t.outcome.status in ("ok", "judge_error")]
+    if reward != "judge":
+        outcomes = [Outcome(outcome_of(t.prediction, t.ground_truth, reward), "ok") for t in ended]
+    else:
+        verdicts = judge([Case(t.question, t.ground_truth, t.prediction) for t in ended])
+        outcomes = [Outcome(None, "judge_error") if v.verdict == "error" else Outcome(float(v.verdict == "correct"), "ok") for v in verdicts]
+    for trajectory, outcome in zip(ended, outcomes, strict=True):
+        trajectory.outcome = outcome
 
 
 # ---- 3. credit
@@ -207,28 +268,25 @@ def credit_turns(cfg: IgpoConfig, batch: list[Question], trajectories: list[Traj
 # ---- 4. update
 
 
-def update_policy(
-    cfg: IgpoConfig, model: Qwen3, reference: Qwen3 | None, optimizer: torch.optim.Optimizer, kept: list[Trajectory], step: int, world: World
-) -> dict:
+def update_policy(cfg: IgpoConfig, training: TrainingRun, reference: Qwen3 | None, kept: list[Trajectory]) -> dict:
     """One optimizer step per mini-batch of the kept trajectories (Eq. 10); returns the metrics of the tokens."""
-    how = {"max_tokens": cfg.max_tokens_per_micro_batch, "world": world, "temperature": cfg.temperature, "kernel": cfg.kernel}
+    model, world = training.model, training.world
+    how = {"max_tokens": cfg.max_tokens_per_gpu, "world": world, "temperature": cfg.temperature, "kernel": training.kernel}
     documents = [policy_document(trajectory) for trajectory in kept]
     extras = {"ref": log_probs_of(reference, documents, **how)} if reference is not None else {}
     if cfg.updates > 1:
         extras["old"] = log_probs_of(model, documents, **how)
     documents = [Document(d.ids, {**d.per_token, **{name: rows[i] for name, rows in extras.items()}}) for i, d in enumerate(documents)]
-    results = []
+    results, grad_norms, lr = [], [], cfg.lr * min(1.0, (training.step + 1) / max(1, cfg.warmup_steps))
     for number in range(min(cfg.updates, len(documents))):
         mini_batch = with_weights(documents[number :: cfg.updates], cfg.loss_norm)  # neighbours are of one group: each mini-batch has some of it
-        results += backward(model, mini_batch, lambda fields: policy_loss(cfg, fields), **how)
-        grad_norm = clip_gradients(model, cfg.clip_norm)
-        if not math.isfinite(grad_norm):
-            raise ValueError(f"step {step}: gradient norm {grad_norm}; the last checkpoint is unharmed: lower --lr or look at the rollouts")
-        for group in optimizer.param_groups:
-            group["lr"] = cfg.lr * min(1.0, (step + 1) / max(1, cfg.warmup_steps))
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    return {"grad_norm": grad_norm} | policy_metrics(results, clip=cfg.clip, dual_clip=cfg.dual_clip, world=world)
+        done = backward(model, mini_batch, lambda fields: policy_loss(cfg, fields), **how)
+        _, grad_norm = training.update(done, lr, [f"trajectory {trajectory.id}" for trajectory in kept[number :: cfg.updates]])
+        results, grad_norms = results + done, [*grad_norms, grad_norm]
+    return {
+        "grad_norm": sum(grad_norms) / len(grad_norms), "skipped": training.extra["skipped"], "padding_share": padding_share(documents, results, world),
+        **policy_metrics(results, clip=cfg.clip, dual_clip=cfg.dual_clip, world=world),
+    }  # fmt: skip
 
 
 def policy_loss(cfg: IgpoConfig, fields: dict[str, torch.Tensor]) -> ClippedPolicy:
@@ -242,46 +300,26 @@ def policy_loss(cfg: IgpoConfig, fields: dict[str, torch.Tensor]) -> ClippedPoli
 # ---- metrics and plan
 
 
-class timed:
-    """Add the seconds of a block, until the slowest rank is through, to seconds[name]."""
-
-    def __init__(self, seconds: dict[str, float], name: str, world: World):
-        self.seconds, self.name, self.world = seconds, name, world
-
-    def __enter__(self) -> None:
-        self.started = time.monotonic()
-
-    def __exit__(self, kind, *_) -> None:
-        if kind is None:
-            self.world.barrier()
-            self.seconds[self.name] = time.monotonic() - self.started
-
-
-def timing(seconds: dict[str, float], trajectories: list[Trajectory]) -> dict:
-    """Seconds by phase, and all tokens of the trajectories per second of the step."""
-    total = sum(seconds.values())
+def timing(seconds: dict[str, float], trajectories: list[Trajectory], kept: list[Trajectory], training: TrainingRun) -> dict:
+    """Seconds by phase, all tokens of the trajectories per second of the step, and the utilisation of the hardware in the update."""
+    total, lengths = sum(seconds.values()), [len(trajectory.token_ids) for trajectory in trajectories]
+    trained = [len(trajectory.token_ids) for trajectory in kept], sum(trajectory.num_sampled for trajectory in kept)
     by_phase = {f"seconds_{name}": value for name, value in seconds.items()}
-    return by_phase | {"seconds_step": total, "tokens_per_second": sum(len(t.token_ids) for t in trajectories) / total}
+    return by_phase | {"seconds_step": total, "tokens_per_second": sum(lengths) / total, "mfu": training.mfu(*trained, seconds["update"])}
 
 
 def plan(cfg: IgpoConfig, num_questions: int, num_steps: int) -> list[tuple[str, object]]:
     """What the run would do, for --dry-run."""
-    config, bf16 = Qwen3Config.read(cfg.model), torch.cuda.is_available()
-    with torch.device("meta"):
-        parameters = sum(p.numel() for p in Qwen3(config).parameters())
-    memory = training_bytes(
-        parameters=parameters, world_size=1, layers=config.num_hidden_layers, hidden=config.hidden_size,
-        tokens=cfg.max_tokens_per_micro_batch, reference=bool(cfg.kl_beta), bf16=bf16,
-    )  # fmt: skip
-    memory["KV cache, all slots full"] = kv_bytes(
-        layers=config.num_hidden_layers, kv_heads=config.num_key_value_heads, head_dim=config.head_dim, tokens=cfg.slots * cfg.max_context, bf16=bf16
-    )
+    config, bf16 = Qwen3Config.read(cfg.model), bool(cfg.gpu_memory) or torch.cuda.is_available()
+    how = {"world_size": cfg.world_size, "reference": bool(cfg.kl_beta), "bf16": bf16}
+    num_rollouts, spread = cfg.questions_per_step * cfg.group_size, cfg.spread(longest=cfg.max_context, **how)
+    decoding = cfg.decoding_plan(config, num_rollouts, cfg.max_context, training=True, **how)
     return [
-        ("parameters", f"{parameters:,}"), ("questions", f"{num_questions:,}"), ("steps", f"{num_steps:,}"),
-        ("rollouts", f"{num_steps * cfg.questions_per_step * cfg.group_size:,}"),
-        *((f"memory, {name}", readable_bytes(count)) for name, count in memory.items()), ("memory, total", readable_bytes(sum(memory.values()))),
+        ("parameters", f"{num_parameters(config):,}"), ("questions", f"{num_questions:,}"), ("steps", f"{num_steps:,}"),
+        ("rollouts", f"{num_steps * num_rollouts:,}"), *memory_rows(config, spread, cfg.gpu_memory),
+        *((f"{name}, a step" if name == "rollout hours" else name, value) for name, value in decoding),
     ]  # fmt: skip
 
 
 if __name__ == "__main__":
-    run(main, IgpoConfig, "Information-gain policy optimisation of a search agent.")
+    run(functools.partial(main, keys=Keys.read(os.environ)), IgpoConfig, "Information-gain policy optimisation of a search agent.")

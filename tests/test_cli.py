@@ -164,6 +164,37 @@ def test_an_interrupt_ends_with_code_130_and_says_how_to_go_on(tmp_path):
     assert (result.returncode, result.stderr) == (130, "interrupted; run the same command to resume\n")
 
 
+@pytest.mark.parametrize(
+    ("body", "code", "errors"), [("return cli.STOPPED", 3, ""), ("raise cli.RunFailed('no\\n memory')", 1, "error: no memory\n"), ("return None", 0, "")]
+)
+def test_main_returns_its_exit_code_and_a_run_that_failed_is_one_line(tmp_path, body, code, errors):
+    result = run_script(tmp_path, f"from venus import cli; {body}")
+    assert (result.returncode, result.stderr) == (code, errors)
+
+
+def test_the_exit_codes_are_documented(capsys):
+    with pytest.raises(SystemExit):
+        parse(ExampleConfig, ["--help"], description="")
+    assert "3 stopped by SIGTERM or Ctrl-C with everything saved" in " ".join(capsys.readouterr().out.split())
+
+
 def test_traceback_in_an_argv_given_by_the_caller_counts():
     with pytest.raises(ValueError, match="broken"):
         run(lambda cfg: int("broken"), ExampleConfig, "An example.", ["--model", "m", "--traceback"])
+
+
+@dataclass(frozen=True)
+class Sparing:
+    """A required field that a dry run does without."""
+
+    model: str | None = option(None, unless="dry_run", help="where the weights are")
+    dry_run: bool = option(False, help="say what would be done")
+
+
+def test_a_field_may_be_required_unless_a_flag_is_given(capsys):
+    assert parse(Sparing, ["--dry-run"], description="").model is None
+    assert parse(Sparing, ["--model", "here"], description="").model == "here"
+    with pytest.raises(SystemExit) as stopped:
+        parse(Sparing, [], description="")
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == "error: --model is required: where the weights are\n"

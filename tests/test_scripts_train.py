@@ -6,11 +6,13 @@ which searches and visits, then IGPO from there.
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,13 +20,15 @@ import tiny_runs
 import torch
 from tiny_runs import ROLLOUT, ROOT, read_rows, run_all, run_one
 
+from venus.cli import STOPPED
 from venus.trajectory import read_trajectories
 from venus.weights import load_model
 
 pytestmark = pytest.mark.slow
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 STEPS, LR = 60, 0.02  # of SFT: one batch of six rows an epoch
-CLOCK = ("tokens_per_second", "loss_tokens_per_second", "seconds_")  # what two equal runs may differ in
+PACKED = ("--info-gain", "packed")  # gains scored in the rollout differ in their last bit with the rollouts beside, and so after a resume
+CLOCK = ("tokens_per_second", "seconds_")  # what two equal runs may differ in
 
 
 def sft(world, output, *more):
@@ -45,16 +49,36 @@ def wait_for(condition, process):
     """Poll until the condition holds; the process must live until then."""
     deadline = time.monotonic() + 120
     while not condition():
-        assert process.poll() is None and time.monotonic() < deadline, f"exit code {process.poll()} before it was interrupted"
+        assert Path(f"/proc/{process}").exists() and time.monotonic() < deadline, "it ended before it was interrupted"
         time.sleep(0.002)
 
 
-def interrupted(command, condition, how):
-    """Start a command line, send the signal `how` once the condition holds, and return (exit code, stderr)."""
+def worker(launcher, rank):
+    """The process of a rank that torchrun started."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent, environment = path.read_text().rpartition(")")[2].split()[1], path.with_name("environ").read_bytes()
+        except OSError:
+            continue  # gone by now, or not ours
+        if int(parent) == launcher and f"RANK={rank}".encode() in environment.split(b"\0"):
+            return int(path.parent.name)
+    raise AssertionError(f"no rank {rank} below process {launcher}")
+
+
+def interrupted(forked, command, condition, how):
+    """Start a script, send the signal `how` once the condition holds, and return (exit code, what it wrote)."""
+    process = forked.start(command)
+    wait_for(condition, process)
+    os.kill(process, how)
+    return forked.wait(), forked.log.read_text()
+
+
+def interrupted_rank(command, condition, how, rank):
+    """The same for a command line of torchrun and one of its processes."""
     words = [sys.executable, *map(str, command)]
     process = subprocess.Popen(words, cwd=ROOT, env=tiny_runs.environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    wait_for(condition, process)
-    os.kill(process.pid, how)
+    wait_for(condition, process.pid)
+    os.kill(worker(process.pid, rank), how)
     return process.wait(timeout=60), process.communicate()[1]
 
 
@@ -64,16 +88,18 @@ def num_lines(path):
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    """world, and the outputs of one uninterrupted process: SFT `sft`; from its model IGPO `igpo` and the flag pair `grpo`; dry runs."""
+    """world, and the outputs of one uninterrupted process: SFT `sft`; from its model IGPO `igpo`, `packed` and the flag pair `grpo`; dry runs."""
     world, base = tiny_runs.tiny_world(tmp_path_factory), tmp_path_factory.mktemp("ran")
     model = base / "sft" / "model"
     pair = ("--format-pool", "none", "--steps", "1", "--updates", "2")
     results = run_all(
         sft(world, base / "sft"), igpo(world, model, base / "igpo"), igpo(world, model, base / "grpo", "--ig-turns", "none", *pair),
-        sft(world, base / "dry", "--dry-run"), igpo(world, model, base / "dry", "--dry-run"),
+        sft(world, base / "dry", "--dry-run"), igpo(world, model, base / "dry", "--dry-run"), igpo(world, model, base / "packed" / "igpo", *PACKED),
+        ["train_sft.py", *"--dry-run --world-size 8 --sp 8 --max-length 200000 --gpu-memory 80".split()],
     )  # fmt: skip
-    assert [result["code"] for result in results] == [0] * 5, [result["err"][-1000:] for result in results]
-    return SimpleNamespace(world=world, base=base, model=model, dry=results[3:])
+    assert [result["code"] for result in results] == [0] * 7, [result["err"][-1000:] for result in results]
+    with tiny_runs.Forked(base) as forked:
+        yield SimpleNamespace(world=world, base=base, model=model, dry=results[3:5], paper=results[6], forked=forked)
 
 
 # SFT
@@ -84,10 +110,11 @@ def test_sft_learns_and_writes_metrics_run_record_checkpoint_and_model(ran):
     assert [row["step"] for row in rows] == list(range(STEPS))
     assert rows[0]["loss"] == pytest.approx(6.5, abs=0.3)  # ln 650: uniform over the vocabulary
     assert rows[-1]["loss"] < 0.5
-    assert set(rows[0]) == {"step", "loss", "lr", "grad_norm", "loss_tokens", "tokens", "loss_tokens_per_second"}
+    keys = {"step", "loss", "lr", "grad_norm", "skipped", "loss_tokens", "tokens", "padding_share", "tokens_per_second", "mfu"}
+    assert all(set(row) == keys and row["padding_share"] == 0 and row["skipped"] == 0 for row in rows)
     record = json.loads((ran.base / "sft" / "run.json").read_text())
     assert record["config"]["lr"] == LR and record["world_size"] == 1
-    assert sorted(path.name for path in (ran.base / "sft" / "checkpoints").iterdir()) == ["latest", f"step_{STEPS}"]
+    assert sorted(path.name for path in (ran.base / "sft" / "checkpoints").iterdir()) == ["latest", f"step_{STEPS - 10}", f"step_{STEPS}"]
     names = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert {path.name for path in ran.model.iterdir()} == names
 
@@ -100,40 +127,55 @@ def test_sft_warms_up_linearly_and_follows_the_cosine_to_zero(ran):
     assert rates[-1] < LR / 100 and rates[6:] == sorted(rates[6:], reverse=True)
 
 
-def test_sft_interrupted_by_ctrl_c_resumes_to_the_same_losses_and_weights_bit_for_bit(ran, tmp_path):
-    """Killed some steps after the checkpoint of step 10 or 20: those steps are done again, and their metrics rows are not doubled."""
+def test_sft_stopped_by_ctrl_c_saves_the_step_and_resumes_to_the_same_losses_and_weights_bit_for_bit(ran, tmp_path):
+    """The step under way is finished and saved, so that nothing is done twice."""
     command = sft(ran.world, tmp_path / "sft")
     metrics = tmp_path / "sft" / "metrics.jsonl"
-    code, errors = interrupted(command, lambda: num_lines(metrics) >= 13, signal.SIGINT)
-    assert code == 130 and "interrupted; run the same command to resume" in errors and "Traceback" not in errors
-    assert 13 <= num_lines(metrics) < STEPS
-    run_one(*command)
+    code, errors = interrupted(ran.forked, command, lambda: num_lines(metrics) >= 13, signal.SIGINT)
+    assert code == STOPPED and "Traceback" not in errors
+    done = num_lines(metrics)
+    assert 13 <= done < STEPS
+    assert (tmp_path / "sft" / "checkpoints" / "latest").read_text() == f"step_{done}\n"
+    ran.forked.run(command)
     assert timeless(read_rows(metrics)) == timeless(read_rows(ran.base / "sft" / "metrics.jsonl"))
     weights = (tmp_path / "sft" / "model" / "model.safetensors").read_bytes()
     assert weights == (ran.model / "model.safetensors").read_bytes()
 
 
 @pytest.mark.dist
-def test_sft_on_two_processes_has_the_metrics_of_one_and_is_resumed_by_one(ran, tmp_path):
-    """6 rows over 2 processes, interrupted, taken up by 1: loss and gradient norm equal those of one process throughout, to fp32 rounding.
+def test_sigterm_to_one_of_two_processes_stops_both_and_one_takes_up_what_they_saved(ran, tmp_path):
+    """6 rows over 2 processes: loss and gradient norm equal those of one process throughout, to fp32 rounding.
 
     The first 3 steps to 1e-5. Later ones drift: Adam at this learning rate multiplies a difference from step to step.
     """
     command = sft(ran.world, tmp_path / "sft")
     metrics = tmp_path / "sft" / "metrics.jsonl"
-    code, _ = interrupted([*TORCHRUN, *command], lambda: num_lines(metrics) >= 13, signal.SIGINT)
-    assert code != 0
+    code, errors = interrupted_rank([*TORCHRUN, *command], lambda: num_lines(metrics) >= 13, signal.SIGTERM, rank=1)
+    assert code != 0 and f"exitcode  : {STOPPED} " in errors
     two = read_rows(metrics)
     assert 13 <= len(two) < STEPS
-    first = int((tmp_path / "sft" / "checkpoints" / "latest").read_text().removeprefix("step_"))
-    run_one(*command)
+    assert (tmp_path / "sft" / "checkpoints" / "latest").read_text() == f"step_{len(two)}\n"
+    ran.forked.run(command)
     assert json.loads((tmp_path / "sft" / "run.json").read_text())["world_size"] == 1
     one, resumed = read_rows(ran.base / "sft" / "metrics.jsonl"), read_rows(metrics)
     for key in ("loss", "grad_norm"):
         assert [row[key] for row in two[:3]] == pytest.approx([row[key] for row in one[:3]], rel=1e-5, abs=1e-5)
-        assert [row[key] for row in resumed[first : first + 2]] == pytest.approx([row[key] for row in two[first : first + 2]], rel=1e-4, abs=1e-4)
-    assert [row["step"] for row in resumed] == list(range(STEPS))
+    assert resumed[: len(two)] == two and [row["step"] for row in resumed] == list(range(STEPS))
     assert resumed[-1]["loss"] < 0.5
+
+
+def test_export_writes_the_latest_checkpoint_and_nothing_else_happens(ran, tmp_path):
+    """The weights that the run itself exported at its end; without a checkpoint there is nothing to export."""
+    before = {path: path.stat().st_mtime_ns for path in ran.base.joinpath("sft").rglob("*")}
+    done, none, onto = run_all(
+        sft(ran.world, ran.base / "sft", "--export", tmp_path / "out"), sft(ran.world, tmp_path / "none", "--export", tmp_path / "none-out"),
+        sft(ran.world, ran.base / "sft", "--export", ran.base),
+    )  # fmt: skip
+    assert done["code"] == 0 and f"the model after step {STEPS}" in done["out"]
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == {path.name: path.read_bytes() for path in ran.model.iterdir()}
+    assert none["code"] == 2 and "no checkpoint to export" in none["err"] and not (tmp_path / "none-out").exists()
+    assert onto["code"] == 2 and "which no export wrote" in onto["err"]
+    assert {path: path.stat().st_mtime_ns for path in ran.base.joinpath("sft").rglob("*")} == before
 
 
 # IGPO
@@ -142,7 +184,7 @@ METRICS = {
     "success", "outcome", "info_gain_mean", "info_gain_positive_share", "info_gain_by_turn", "format_valid_share", "turns", "searches", "visits",
     "browse_ratio", "groups", "zero_variance_groups", "segments", "scored_turns", "advantage_abs_mean", "kl", "clip_share", "entropy",
     "sampler_gap_mean", "sampler_gap_max", "trajectories", "excluded", "tokens_per_second", "seconds_rollout", "seconds_info_gain",
-    "seconds_update", "seconds_step", "loss", "grad_norm", "trained_tokens",
+    "seconds_update", "seconds_step", "loss", "grad_norm", "trained_tokens", "skipped", "padding_share", "mfu",
 }  # fmt: skip
 
 
@@ -194,24 +236,40 @@ def test_grpo_is_two_flags_and_scores_nothing(ran):
 
 
 def test_igpo_killed_during_rollouts_takes_up_the_finished_ones_and_does_nothing_twice(ran, tmp_path):
-    """Killed hard in step 1. One of the finished rollouts is marked: it must come back as it is, and the metrics as if nothing had happened."""
-    command, output = igpo(ran.world, ran.model, tmp_path / "igpo"), tmp_path / "igpo"
+    """Killed hard in step 1. One of the finished rollouts is marked: it must come back as it is, and the metrics as if nothing had happened.
+
+    Rank 1 had made them, it is said, so that there were two processes before.
+    """
+    command, output = igpo(ran.world, ran.model, tmp_path / "igpo", *PACKED), tmp_path / "igpo"
     partial = output / "rollouts" / "step_00001.rank0.partial.jsonl"
-    code, _ = interrupted(command, lambda: num_lines(partial) >= 2, signal.SIGKILL)
+    code, _ = interrupted(ran.forked, command, lambda: num_lines(partial) >= 2, signal.SIGKILL)
     assert code == -signal.SIGKILL
     finished = partial.read_bytes().splitlines(keepends=True)
     whole = [json.loads(line) for line in finished if line.endswith(b"\n")]
     assert 2 <= len(whole) < 12
     whole[0]["seconds"] = {"model": 1234.5, "tool": 0.0}
-    partial.write_text("".join(json.dumps(row) + "\n" for row in whole) + '{"torn')
-    run_one(*command)
-    assert timeless(read_rows(output / "metrics.jsonl")) == timeless(read_rows(ran.base / "igpo" / "metrics.jsonl"))
+    partial.unlink()
+    partial.with_name("step_00001.rank1.partial.jsonl").write_text("".join(json.dumps(row) + "\n" for row in whole) + '{"torn')
+    ran.forked.run(command)
+    assert timeless(read_rows(output / "metrics.jsonl")) == timeless(read_rows(ran.base / "packed" / "igpo" / "metrics.jsonl"))
     trajectories = read_trajectories(output / "rollouts" / "step_00001.jsonl")
     assert [t.key[1:] for t in trajectories if t.seconds["model"] == 1234.5] == [(whole[0]["question_id"], whole[0]["sample"])]
     ids = [t.token_ids for t in trajectories]
-    assert ids == [t.token_ids for t in read_trajectories(ran.base / "igpo" / "rollouts" / "step_00001.jsonl")]
+    assert ids == [t.token_ids for t in read_trajectories(ran.base / "packed" / "igpo" / "rollouts" / "step_00001.jsonl")]
     assert not list((output / "rollouts").glob("*.partial.jsonl"))
-    assert torch.equal(load_model(output / "model").lm_head.weight, load_model(ran.base / "igpo" / "model").lm_head.weight)
+    assert torch.equal(load_model(output / "model").lm_head.weight, load_model(ran.base / "packed" / "igpo" / "model").lm_head.weight)
+
+
+def test_igpo_stopped_in_a_rollout_saves_the_steps_before_and_keeps_what_is_finished(ran, tmp_path):
+    """In step 1, long before a checkpoint is due: that of step 0 must be there, since its update exists nowhere else."""
+    command, output = igpo(ran.world, ran.model, tmp_path / "igpo", "--save-every", "100", *PACKED), tmp_path / "igpo"
+    partial = output / "rollouts" / "step_00001.rank0.partial.jsonl"
+    code, _ = interrupted(ran.forked, command, lambda: num_lines(partial) >= 2, signal.SIGTERM)
+    assert code == STOPPED
+    assert (output / "checkpoints" / "latest").read_text() == "step_1\n"
+    assert 2 <= num_lines(partial) < 12
+    ran.forked.run(command)
+    assert timeless(read_rows(output / "metrics.jsonl")) == timeless(read_rows(ran.base / "packed" / "igpo" / "metrics.jsonl"))
 
 
 @pytest.mark.dist
@@ -233,9 +291,14 @@ def test_igpo_on_two_processes_has_the_rollouts_and_metrics_of_one(ran, tmp_path
 
 def test_dry_runs_print_config_and_plan_and_write_nothing(ran):
     for result, wanted in zip(ran.dry, (("loss tokens", "6 kept"), ("rollouts", "36")), strict=True):
-        for text in ("config\n", "plan\n", "parameters", "45,792", "memory, total", *wanted):
+        for text in ("config\n", "plan\n", "parameters", "45,792", "memory per GPU, total", *wanted):
             assert text in result["out"]
     assert not (ran.base / "dry").exists()
+
+
+def test_without_a_model_a_dry_run_plans_for_the_papers(ran):
+    """4B parameters at 16 bytes over 8 GPUs are 8.0 GB, and a row of 200,000 tokens fits without offload."""
+    assert re.search(r"AdamW +3\.7 GiB", ran.paper["out"]) and re.search(r"verdict +fits: 27\.\d GiB", ran.paper["out"])
 
 
 def bad_models(base, model):
@@ -309,15 +372,24 @@ def test_bad_input_is_one_line_with_exit_code_2_and_nothing_is_written(ran, tmp_
     assert not output.exists()
 
 
-def test_a_lost_checkpoint_stops_the_run_in_one_line(ran, tmp_path):
-    """`latest` without its checkpoint, and one of another model: to start anew in silence would throw work away."""
+def test_a_lost_checkpoint_and_other_settings_stop_the_run_in_one_line(ran, tmp_path):
+    """To start anew in silence, or to go on with half of each, would throw work away. Flags that change no number may differ."""
     for name in ("lost", "other"):
         shutil.copytree(ran.base / "sft" / "checkpoints", tmp_path / name / "checkpoints")
-    (tmp_path / "lost" / "checkpoints" / "latest").write_text("step_50\n")
-    model = tmp_path / "wide"
+    (tmp_path / "lost" / "checkpoints" / "latest").write_text("step_49\n")
+    model, data = tmp_path / "wide", tmp_path / "fewer.jsonl"
     shutil.copytree(ran.world / "model", model)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
-    lost, other = run_all(sft(ran.world, tmp_path / "lost"), sft(ran.world, tmp_path / "other", "--model", model))
-    for result, wanted in ((lost, "names step_50, which is not a whole checkpoint"), (other, "the state of another model")):
-        assert result["code"] == 2 and result["err"].count("\n") == 1 and wanted in result["err"]
+    data.write_text("".join((ran.world / "sft" / "few.jsonl").read_text().splitlines(keepends=True)[1:]))
+    free = ("--threads", "1", "--max-tokens-per-gpu", "200", "--recompute", "off", "--save-every", "7", "--keep-checkpoints", "1", "--log-every", "2")
+    results = run_all(
+        sft(ran.world, tmp_path / "lost"), sft(ran.world, tmp_path / "other", "--model", model), sft(ran.world, tmp_path / "other", "--lr", "0.01"),
+        sft(ran.world, tmp_path / "other", "--data", data), igpo(ran.world, ran.model, ran.base / "igpo", "--gamma", "0.9"),
+        igpo(ran.world, ran.model, ran.base / "igpo", "--max-turns", "3"), sft(ran.world, tmp_path / "other", *free),
+    )  # fmt: skip
+    wanted = ("names step_49, which is not a whole checkpoint", "made with model '", "made with lr 0.02, not 0.01", "made with data '",
+              "made with gamma 0.95, not 0.9", "made with max_turns 4, not 3")  # fmt: skip
+    for result, words in zip(results, wanted, strict=False):
+        assert result["code"] == 2 and result["err"].count("\n") == 1 and words in result["err"], (words, result)
+    assert results[-1]["code"] == 0, results[-1]["err"]

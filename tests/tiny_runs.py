@@ -36,6 +36,62 @@ for argv in json.load(sys.stdin):
 print(json.dumps(results))
 """
 
+# Every script in a process of its own, and importing torch once: this one has imported it, and forks.
+FORKING = """
+import json, os, runpy, sys, traceback
+import venus.collect, venus.data, venus.info_gain, venus.training
+for line in sys.stdin:
+    argv, log = json.loads(line)
+    child = os.fork()
+    if not child:
+        out, code, sys.argv = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 0, argv
+        os.dup2(out, 1), os.dup2(out, 2)
+        try:
+            runpy.run_path(argv[0], run_name="__main__")
+        except SystemExit as error:
+            code = error.code or 0
+        except BaseException:
+            code = traceback.print_exc() or 1
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(code)
+    print(child, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+class Forked:
+    """Scripts one after the other, each in a fresh process that starts within milliseconds. `log` is where the last one writes. Use with `with`."""
+
+    def __init__(self, directory: Path):
+        self.log = directory / "forked.log"
+
+    def __enter__(self):
+        words = [sys.executable, "-c", FORKING]
+        self.server = subprocess.Popen(words, cwd=ROOT, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        return self
+
+    def __exit__(self, *_):
+        self.server.stdin.close()
+        self.server.wait(timeout=60)
+        self.server.stdout.close()
+
+    def start(self, command: list) -> int:
+        """Start a script, and return its process id."""
+        self.server.stdin.write(json.dumps([[str(word) for word in command], str(self.log)]) + "\n")
+        self.server.stdin.flush()
+        return int(self.server.stdout.readline())
+
+    def wait(self) -> int:
+        """The exit code of the script that was started, minus the signal when one ended it."""
+        return int(self.server.stdout.readline())
+
+    def run(self, command: list) -> str:
+        """Run a script that must succeed; what it wrote."""
+        self.start(command)
+        code = self.wait()
+        assert code == 0, f"exit code {code}\n{self.log.read_text()[-3000:]}"
+        return self.log.read_text()
+
 
 def tiny_world(tmp_path_factory) -> Path:
     """The directory of a world of one web a split, built once a session; its model has two layers and no weights.

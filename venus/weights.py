@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -21,27 +22,39 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 def load_model(directory: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Qwen3:
     """Build the Qwen3 of a Hugging Face directory and read its weights tensor by tensor (peak memory: the model and one tensor).
 
-    dtype None keeps the file's. Raises ValueError listing missing, unexpected and wrong-shape tensors, or naming a broken file.
+    dtype None keeps the file's. ValueError: as `read_weights`.
+    """
+    model = meta_model(directory)
+    for name, tensor in read_weights(directory, model):
+        _assign(model, name, tensor.to(device=device, dtype=dtype or tensor.dtype))
+    if model.config.tie_word_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    return model
+
+
+def meta_model(directory: str | Path) -> Qwen3:
+    """The Qwen3 of a directory's config.json, without storage."""
+    with torch.device("meta"):
+        return Qwen3(Qwen3Config.read(directory))
+
+
+def read_weights(directory: str | Path, model: Qwen3, rows_of: Callable[[str], slice] = lambda name: slice(None)) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) for every parameter of `model`, a tied head once: of each only the rows (first dimension) that `rows_of` names are read.
+
+    ValueError, before anything is read, lists missing, unexpected and wrong-shape tensors, or names a broken file.
     """
     directory = Path(directory)
-    config = Qwen3Config.read(directory)
     files = weight_files(directory)
-    with torch.device("meta"):
-        model = Qwen3(config)
     wanted = {name: parameter.shape for name, parameter in model.named_parameters()}  # a tied lm_head is not listed twice
     found = _read_shapes(files)
-    if config.tie_word_embeddings and found.get("lm_head.weight") == wanted["model.embed_tokens.weight"]:
+    if model.config.tie_word_embeddings and found.get("lm_head.weight") == wanted["model.embed_tokens.weight"]:
         del found["lm_head.weight"]  # some writers store the tied head as well
     _check_names(directory, wanted, found)
     for path in files:
         with safe_open(path, framework="pt") as shard:
             for name in shard.keys():  # noqa: SIM118 (a safe_open is not iterable)
                 if name in found:
-                    tensor = shard.get_tensor(name)
-                    _assign(model, name, tensor.to(device=device, dtype=dtype or tensor.dtype))
-    if config.tie_word_embeddings:
-        model.lm_head.weight = model.model.embed_tokens.weight
-    return model
+                    yield name, shard.get_slice(name)[rows_of(name)]
 
 
 def load_for_inference(directory: str | Path) -> Qwen3:
@@ -86,7 +99,10 @@ def write_weights(config: Qwen3Config, tensors, directory: str | Path, *, dtype:
         _write_json(directory / "model.safetensors.index.json", {"metadata": {}, "weight_map": {k: names[i] for k, i in weight_map.items()}})
 
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "vocab.json", "merges.txt", "chat_template.jinja")
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
+    *("chat_template.jinja", "generation_config.json"),
+)
 
 
 def copy_tokenizer_files(source: str | Path, directory: str | Path) -> None:
@@ -94,6 +110,11 @@ def copy_tokenizer_files(source: str | Path, directory: str | Path) -> None:
     for name in TOKENIZER_FILES:
         if (Path(source) / name).is_file() and Path(source).resolve() != Path(directory).resolve():
             shutil.copyfile(Path(source) / name, Path(directory) / name)
+
+
+def is_export_file(path: Path) -> bool:
+    """Whether `write_weights` or `copy_tokenizer_files` write files of this name."""
+    return path.name in (*TOKENIZER_FILES, "config.json") or path.match("model*.safetensors*")
 
 
 def fingerprint(directory: str | Path) -> str:
