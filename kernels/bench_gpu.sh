@@ -1,10 +1,13 @@
 #!/usr/bin/env bash
-# Every GPU figure of the kernels in one go, within 6 minutes on one H200: correctness, K1, K2, training attention, a 4B-shaped layer step.
-#   kernels/bench_gpu.sh [OUTPUT_DIR]        default: kernels/results; PYTHON=... chooses the interpreter
+# Every GPU figure in one go, in two parts of 6 minutes each on one H200.
+#   kernels/bench_gpu.sh [OUTPUT_DIR] [PART]     default: kernels/results, both parts; PYTHON=... chooses the interpreter
+#   PART kernels: correctness, K1, K2, training attention, the pieces of a 4B-shaped layer
+#   PART model:   a 4B-shaped model with random weights: training steps at 8K and 32K tokens, decoding 16 rows at 30K
 # Section by section: a section that fails or runs out of time is named, and what came before it stays.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out=${1:-kernels/results}
+part=${2:-all}
 python=${PYTHON:-python3}
 mkdir -p "$out"
 export TRITON_DEFAULT_FP_FUSION=1
@@ -20,6 +23,11 @@ section() {
 }
 
 bench() { section "$1" "$2" "$python" -W ignore -m kernels.bench "${@:3}" --device cuda --json "$out/$1.json"; }
+
+if [ "$part" != kernels ]; then
+    section model 340 "$python" -W ignore -m venus.bench gpu --json "$out/model.json"
+fi
+[ "$part" != model ] || exit 0
 
 if "$python" -c "import pytest" 2>/dev/null; then
     section correctness 90 "$python" -m pytest -q --noconftest -m gpu tests/kernels/test_on_gpu.py

@@ -8,7 +8,7 @@ import pytest
 import torch
 from chat_samples import DATA, needs_data, tiny_file, tiny_spec
 
-from venus import bench, info_gain
+from venus import bench, bench_share, info_gain
 from venus.bench import DecodeConfig, IgConfig
 from venus.jsonl import write_jsonl
 from venus.protocol import assistant_text, format_answer, format_tool_call
@@ -96,6 +96,35 @@ def test_a_row_without_ground_truth_is_refused(tmp_path):
         bench.lengths_of(str(tmp_path / "rows.jsonl"), str(tmp_path))
 
 
+def test_gain_scored_at_rollout_is_that_of_packed_passes(capsys):
+    model = bench.random_model(bench.SHAPES["tiny"], 0)
+    prompt, turns, prefix, answer = SHORT
+    bench_share.print_share(model, prompt, turns, prefix, answer, rows=3, seed=0, tolerance=1e-6)
+    out = capsys.readouterr().out
+    assert "an IGPO step of 3 trajectories, 4 turns, 62 tokens; CPU seconds: rollout " in out
+    assert re.search(r"^information gain, packed +\d+\.\d\d s +\d+\.\d % of the step$", out, re.M)
+    assert re.search(r"^information gain, at rollout +\d+\.\d\d s +\d+\.\d % of the step \(goal 5 %: (met|missed)\)$", out, re.M)
+
+
+def test_gain_that_differs_at_rollout_is_an_error(monkeypatch):
+    monkeypatch.setattr(bench_share, "score_ground_truth", lambda *args: [[v + 1e-4 for v in values] for values in info_gain.score_ground_truth(*args)])
+    with pytest.raises(SystemExit, match="values at rollout time differ from packed ones by 0.0001"):
+        bench_share.print_share(bench.random_model(bench.SHAPES["tiny"], 0), *SHORT, rows=2, seed=0, tolerance=1e-5)
+
+
+def test_scoring_that_changes_what_is_sampled_is_an_error(monkeypatch):
+    """As a branch left behind in the cache would."""
+    score = bench_share.Sampler.score
+
+    def leaves_a_token(self, slot, prefix, answers, done):
+        score(self, slot, prefix, answers, done)
+        self.rows[slot].ids[-1] = prefix[0]
+
+    monkeypatch.setattr(bench_share.Sampler, "score", leaves_a_token)
+    with pytest.raises(SystemExit, match="scoring during the rollout changed the ids"):
+        bench_share.print_share(bench.random_model(bench.SHAPES["tiny"], 0), *SHORT, rows=2, seed=0, tolerance=1e-5)
+
+
 # decode
 
 
@@ -119,10 +148,10 @@ def test_ids_that_differ_are_an_error(no_transformers, monkeypatch):
     real = bench.sampled_ids
 
     def wrong_when_forked(model, prompts_BS, num_new, num_common):
-        ids_BL = real(model, prompts_BS, num_new, num_common)
+        ids_BL, at_first = real(model, prompts_BS, num_new, num_common)
         if num_common:
             ids_BL[-1, -1] += 1
-        return ids_BL
+        return ids_BL, at_first
 
     monkeypatch.setattr(bench, "sampled_ids", wrong_when_forked)
     with pytest.raises(SystemExit, match=r"error: greedy ids of 'sampler' are not those of \['sampler, forked'\]"):
@@ -133,7 +162,7 @@ def test_rows_have_ids_of_their_own(no_transformers):
     """Else equal ids would say nothing of rows being mixed up; and no row repeats one token."""
     model = bench.random_model(bench.SHAPES["tiny"], 0)
     prompts_BS = torch.randint(656, (4, 30), generator=torch.Generator().manual_seed(0))
-    rows = bench.sampled_ids(model, prompts_BS, 12, 0).tolist()
+    rows = bench.sampled_ids(model, prompts_BS, 12, 0)[0].tolist()
     assert len({tuple(row) for row in rows}) == 4 and min(len(set(row)) for row in rows) > 3
 
 

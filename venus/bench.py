@@ -1,7 +1,9 @@
-"""Time the claims of speed that need no GPU, each against its references, and check that the results agree.
+"""Time the claims of speed, each against its references, and check that the results agree.
 
     python -m venus.bench ig        information gain of every turn in one packed pass, against a cache-reuse loop and a forward pass per cut
     python -m venus.bench decode    the sampler, against a forward pass per token and, when installed, transformers' `generate` with its cache
+    python -m venus.bench step      a training step, against transformers with a plain cross-entropy (in `bench_step`)
+    python -m venus.bench gpu       training and decoding of a 4B-shaped model on a GPU (in `bench_gpu`)
     python -m venus.bench clean     the cleaning of trajectories, alone and against the bare tokenizer (in `bench_clean`)
 
 Weights and ids are random: only shapes and lengths matter to the clock. The sides run in turn in one process, so that a noisy machine disturbs
@@ -16,13 +18,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from statistics import median
-from timeit import timeit
 
 import torch
 from torch import Tensor
 
 from venus import record
 from venus.bench_clean import CleanBenchConfig, clean
+from venus.bench_gpu import GpuConfig, gpu
+from venus.bench_share import print_share
+from venus.bench_step import StepConfig, step
 from venus.cli import option, run
 from venus.data import from_messages, load_rows
 from venus.info_gain import Cuts, score_cached, score_ground_truth, score_uncached
@@ -32,7 +36,11 @@ from venus.tiny_model import CONFIG
 from venus.tokenizer import ChatTokenizer
 from venus.weights import save_model
 
-SHAPES = {"tiny": Qwen3Config.from_dict({**CONFIG, "vocab_size": 656})}  # the model of the synthetic world
+SHAPES = {
+    "tiny": Qwen3Config.from_dict({**CONFIG, "vocab_size": 656}),  # the model of the synthetic world
+    "0.6b": Qwen3Config(8192, 1024, 3072, 28, 16, 8, 128, 1e-6, 1e6, 40_960, True, "float32"),  # Qwen3-0.6B, but for its vocabulary
+}
+DECODE_SIZES = {"tiny": (1024, 64, 5), "0.6b": (512, 256, 1)}  # context, new tokens, repeats
 # Two layers and one head group are the least that can go wrong, and the forward passes per cut see a million tokens: a minute on two cores.
 IG_SHAPE = replace(SHAPES["tiny"], hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16, rope_theta=5e6)
 IG_TOLERANCE = 1e-5  # nats; fp32 rounding of log-probs near -6.5 stays ten times below
@@ -52,6 +60,8 @@ class IgConfig:
 
     trajectory: str | None = option(None, help="SFT row file whose first row gives the lengths; default: a released row of 49 turns")
     tokenizer: str = option("tokenizer.json", help="tokenizer file or a directory with it; read for --trajectory only")
+    share_rows: int = option(4, help="trajectories of the step of which information gain's share is taken")
+    share_turns: int = option(8, help="turns of each of them, the first ones of the trajectory", unit="turns")
     seed: int = option(0, help="seed of weights and ids")
 
 
@@ -60,10 +70,10 @@ class DecodeConfig:
     """What each side decodes."""
 
     shape: str = option("tiny", help="model shape", choices=tuple(SHAPES))
-    context: int = option(1024, help="tokens of every prompt", unit="tokens")
+    context: int | None = option(None, help="tokens of every prompt; default by shape: 1,024 for tiny, 512 for 0.6b", unit="tokens")
     batch: int = option(16, help="rows decoded together", unit="rows")
-    new_tokens: int = option(64, help="tokens each row decodes; nothing stops it earlier", unit="tokens")
-    repeats: int = option(5, help="timings of every side", unit="runs")
+    new_tokens: int | None = option(None, help="tokens each row decodes; nothing stops it earlier; default by shape: 64, 256", unit="tokens")
+    repeats: int | None = option(None, help="timings of every side; default by shape: 5, 1", unit="runs")
     seed: int = option(0, help="seed of weights and prompts")
 
 
@@ -92,6 +102,8 @@ def ig(cfg: IgConfig) -> None:
     print_speedup(f"values of {wanted.min():.4f} to {wanted.max():.4f} nats; packed over uncached", seconds["packed"], seconds["uncached"] * 3, goal=6)
     if not all(error <= IG_TOLERANCE for error in errors.values()):  # a NaN disagrees, too
         sys.exit(f"error: the values differ from uncached ones by {errors} nats, more than {IG_TOLERANCE}")
+    step_model, step_turns = random_model(SHAPES["tiny"], cfg.seed), turns[: cfg.share_turns]
+    print_share(step_model, prompt, step_turns, *others, rows=cfg.share_rows, seed=cfg.seed, tolerance=IG_TOLERANCE)
 
 
 def lengths_of(trajectory: str, tokenizer: str) -> tuple:
@@ -120,36 +132,40 @@ def random_model(config: Qwen3Config, seed: int) -> Qwen3:
 
 def decode(cfg: DecodeConfig) -> None:
     """Decode the same rows greedily on every side; print tokens/s, ratios and whether the ids agree."""
-    if min(cfg.context, cfg.new_tokens) < 2 or min(cfg.batch, cfg.repeats) < 1:
+    context, num_new, repeats = (d if c is None else c for c, d in zip((cfg.context, cfg.new_tokens, cfg.repeats), DECODE_SIZES[cfg.shape], strict=True))
+    if min(context, num_new) < 2 or min(cfg.batch, repeats) < 1:
         raise ValueError("context and new-tokens must be at least 2, batch and repeats at least 1")
     model = random_model(SHAPES[cfg.shape], cfg.seed)
-    prompts_BS = torch.randint(model.config.vocab_size, (cfg.batch, cfg.context), generator=torch.Generator().manual_seed(cfg.seed))
-    num_common = cfg.context - max(1, cfg.context // 64)
+    prompts_BS = torch.randint(model.config.vocab_size, (cfg.batch, context), generator=torch.Generator().manual_seed(cfg.seed))
+    num_common = context - max(1, context // 64)
     prompts_BS[:, :num_common] = prompts_BS[0, :num_common]  # as in the rollouts of one question
-    print(f"{cfg.batch} prompts of {cfg.context:,} tokens, the first {num_common:,} in common (run once when forked); greedy; medians of {cfg.repeats} runs")
-    sides = {"sampler, forked": lambda n: sampled_ids(model, prompts_BS, n, num_common), "sampler": lambda n: sampled_ids(model, prompts_BS, n, 0),
-             "uncached": lambda n: model.logits(model(prompts_BS)[:, -1]).argmax(-1, keepdim=True)}  # fmt: skip
+    print(f"{cfg.batch} prompts of {context:,} tokens, the first {num_common:,} in common (run once when forked); greedy; medians of {repeats} runs")
+    sides = {"sampler, forked": partial(sampled_ids, model, prompts_BS, num_new, num_common), "sampler": partial(sampled_ids, model, prompts_BS, num_new, 0)}
+    if cfg.shape == "tiny":  # one forward pass a token: of a larger model, minutes for one
+        sides["uncached"] = lambda: (model.logits(model(prompts_BS)[:, -1]).argmax(-1, keepdim=True), time.perf_counter())
     if importlib.util.find_spec("transformers"):
-        sides["transformers"] = transformers_side(model, prompts_BS)
-    num_new = dict.fromkeys(sides, cfg.new_tokens) | {"uncached": 1}  # each further token costs it another forward pass, a little longer
-    ids = {name: side(num_new[name]) for name, side in sides.items()}  # warms up, too
-    first, total = ({name: [] for name in sides} for _ in range(2))  # seconds until the first token, until the last
-    for name, side in list(sides.items()) * cfg.repeats:
-        first[name].append(timeit(partial(side, 1), number=1))
-        total[name].append(timeit(partial(side, num_new[name]), number=1))
+        sides["transformers"] = transformers_side(model, prompts_BS, num_new)
+    ids, first, total = {}, {name: [] for name in sides}, {name: [] for name in sides}  # seconds until the first token, until the last
+    for name, side in list(sides.items()) * repeats:
+        started = time.perf_counter()
+        ids[name], at_first = side()
+        first[name].append(at_first - started)
+        total[name].append(time.perf_counter() - started)
     for name in sides:
-        print(f"{name:<16}{num_new[name]:4} tokens a row in {median(total[name]):7.3f} s, the first after {median(first[name]):.3f} s "
-              f"{cfg.batch * num_new[name] / median(total[name]):9,.0f} tokens/s")  # fmt: skip
-    per_token = {name: [seconds / num_new[name] for seconds in total[name]] for name in sides}
+        count = ids[name].shape[1]
+        print(f"{name:<16}{count:4} tokens a row in {median(total[name]):7.3f} s, the first after {median(first[name]):.3f} s "
+              f"{cfg.batch * count / median(total[name]):9,.0f} tokens/s")  # fmt: skip
+    per_token = {name: [seconds / ids[name].shape[1] for seconds in total[name]] for name in sides}
     after_first = {name: [t - f for t, f in zip(total[name], first[name], strict=True)] for name in sides}
-    print_speedup("sampler over uncached", per_token["sampler"], per_token["uncached"], goal=10)
+    if "uncached" in sides:
+        print_speedup("sampler over uncached", per_token["sampler"], per_token["uncached"], goal=10)
     if "transformers" in sides:
         print_speedup("sampler, forked over transformers generate", per_token["sampler, forked"], per_token["transformers"], goal=2)
         print_speedup("sampler over transformers generate", per_token["sampler"], per_token["transformers"])
         print_speedup("the same without the first token", after_first["sampler"], after_first["transformers"])
     else:
         print("transformers is not installed: no comparison with its generate")
-    best = model.logits(model(torch.cat([prompts_BS, ids["sampler"]], dim=1))[:, cfg.context - 1 : -1].flatten(0, 1)).topk(2)
+    best = model.logits(model(torch.cat([prompts_BS, ids["sampler"]], dim=1))[:, context - 1 : -1].flatten(0, 1)).topk(2)
     ids["one forward over all"] = best.indices[:, 0].view_as(ids["sampler"])
     gap = f"the two best logits are {(best.values[:, 0] - best.values[:, 1]).min():.1e} apart at the closest of {ids['sampler'].numel()} calls"
     wrong = [name for name in ids if not torch.equal(ids[name], ids["sampler"][:, : ids[name].shape[1]])]
@@ -158,22 +174,23 @@ def decode(cfg: DecodeConfig) -> None:
     print(f"greedy ids are equal: {'; '.join(ids)}; {gap}")
 
 
-def sampled_ids(model: Qwen3, prompts_BS: Tensor, num_new: int, num_common: int) -> Tensor:
-    """Decode [B, L] with the sampler; the first `num_common` tokens, equal in all rows, run once and are forked."""
+def sampled_ids(model: Qwen3, prompts_BS: Tensor, num_new: int, num_common: int) -> tuple[Tensor, float]:
+    """Decode [B, L] with the sampler; the first `num_common` tokens, equal in all rows, run once and are forked. Also: when the first tokens came."""
     sampler = Sampler(model, SamplingParams((), temperature=0), num_slots=len(prompts_BS), capacity=prompts_BS.shape[1] + num_new)
     slots = [sampler.open()]
     sampler.prefill(slots[0], prompts_BS[0, :num_common].tolist())
     slots += [sampler.fork(slots[0], num_common) for _ in prompts_BS[1:]]
     for slot, prompt in zip(slots, prompts_BS.tolist(), strict=True):
         sampler.feed(slot, prompt[num_common:], budget=num_new, key=slot)
-    done = {}
+    done, at_first = {}, None
     while sampler.rows:
         done |= {generation.slot: generation.ids for generation in sampler.step()}
-    return torch.tensor([done[slot] for slot in slots])
+        at_first = at_first or time.perf_counter()
+    return torch.tensor([done[slot] for slot in slots]), at_first
 
 
-def transformers_side(model: Qwen3, prompts_BS: Tensor):
-    """Load the same weights into transformers, fp32; return n -> [B, n] greedy ids of `generate` with its default cache."""
+def transformers_side(model: Qwen3, prompts_BS: Tensor, num_new: int):
+    """Load the same weights into transformers, fp32; return what gives the [B, L] greedy ids of `generate` with its default cache, as `sampled_ids`."""
     import transformers
     transformers.utils.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as directory:
@@ -181,8 +198,20 @@ def transformers_side(model: Qwen3, prompts_BS: Tensor):
         reference = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     print(f"transformers {transformers.__version__}: generate with its default cache, the same weights")
     reference.generation_config.eos_token_id = None  # nothing stops a row
-    options = {"attention_mask": torch.ones_like(prompts_BS), "do_sample": False, "pad_token_id": 0}
-    return torch.inference_mode()(lambda n: reference.generate(prompts_BS, max_new_tokens=n, **options)[:, prompts_BS.shape[1] :])
+    options = {"attention_mask": torch.ones_like(prompts_BS), "do_sample": False, "pad_token_id": 0, "max_new_tokens": num_new}
+
+    @torch.inference_mode()
+    def generated():
+        times = []
+
+        def note_time(ids_BS, _scores):  # asked after every token whether its row stops
+            times.append(time.perf_counter())
+            return torch.zeros(len(ids_BS), dtype=torch.bool)
+
+        ids_BS = reference.generate(prompts_BS, stopping_criteria=transformers.StoppingCriteriaList([note_time]), **options)
+        return ids_BS[:, prompts_BS.shape[1] :], times[0]
+
+    return generated
 
 
 def print_speedup(name: str, ours: list[float], theirs: list[float], goal: float | None = None) -> None:
@@ -193,8 +222,9 @@ def print_speedup(name: str, ours: list[float], theirs: list[float], goal: float
 
 if __name__ == "__main__":
     commands = {"ig": (ig, IgConfig, "Time the scoring of information gain."), "decode": (decode, DecodeConfig, "Time the decoding of tokens.")}
-    commands["clean"] = (clean, CleanBenchConfig, "Time the cleaning of trajectories.")
+    commands["step"] = (partial(step, released_turns=RELEASED[:2]), StepConfig, "Time a training step and measure its memory.")
+    commands |= {"clean": (clean, CleanBenchConfig, "Time the cleaning of trajectories."), "gpu": (gpu, GpuConfig, "Measure a 4B-shaped model on a GPU.")}
     if not commands.keys() & sys.argv[1:2]:
-        print("error: usage: python -m venus.bench ig|decode|clean; --help after any lists its flags", file=sys.stderr)
+        print("error: usage: python -m venus.bench ig|decode|step|gpu|clean; --help after any lists its flags", file=sys.stderr)
         sys.exit(2)
     run(*commands[sys.argv[1]], sys.argv[2:])

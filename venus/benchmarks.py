@@ -156,7 +156,9 @@ def benchmark_files(path: str) -> list[Path]:
     """List the files at `path`: a .csv, or what `row_files` finds. ValueError: no such file, or a spreadsheet."""
     if Path(path).suffix in (".xlsx", ".xls"):
         raise ValueError(f"{path}: spreadsheets are not read; save its sheet as CSV (UTF-8) and give that file")
-    return [Path(path)] if Path(path).suffix == ".csv" and Path(path).is_file() else row_files(path)
+    if Path(path).suffix == ".csv" and not Path(path).is_file():
+        raise ValueError(f"{path}: no such file")
+    return [Path(path)] if Path(path).suffix == ".csv" else row_files(path)
 
 
 def csv_rows(file: Path) -> Iterator[tuple[str, dict]]:

@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import cross_entropy, gt_score
+from kernels import cross_entropy, gt_score, paged_decode
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 SHARED_MEMORY_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
@@ -62,6 +62,17 @@ def attention_kernel(architecture):
     return compiled(kernel, architecture, types, constants, num_warps=blocks.num_warps, num_stages=blocks.num_stages, odd=("first_row", "M"))
 
 
+PAGED = {"PAGE": 256, "GROUP": 4, "BLOCK_G": 16, "HEAD_DIM": 128, "SPLITS": 8}  # 32 query heads on 8 kv heads, 16 rows
+
+
+def paged_kernel(kernel, architecture):
+    blocks = paged_decode.BLOCKS[architecture]
+    constants = {name: value for name, value in (PAGED | {"BLOCK_K": blocks.block_k}).items() if name in kernel.arg_names}
+    types = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(("q_ptr", "keys_ptr", "values_ptr", "out_ptr"), "*bf16") | {"scale": "fp32"}
+    types |= dict.fromkeys(("partial_ptr", "lse_ptr"), "*fp32") | dict.fromkeys(("tables_ptr", "lengths_ptr"), "*i32")
+    return compiled(kernel, architecture, types, constants, num_warps=blocks.num_warps, num_stages=blocks.num_stages, odd=("table_width",))
+
+
 BUILDS = {
     "stats": lambda architecture: tile_kernel(cross_entropy._stats_kernel, architecture),
     "grad_logits": lambda architecture: tile_kernel(cross_entropy._grad_logits_kernel, architecture),
@@ -70,6 +81,8 @@ BUILDS = {
     "row_stats": lambda architecture: row_kernel(cross_entropy._row_stats_kernel, architecture),
     "row_grad": lambda architecture: row_kernel(cross_entropy._row_grad_kernel, architecture),
     "branch_attention": attention_kernel,
+    "paged_split": lambda architecture: paged_kernel(paged_decode._split_kernel, architecture),
+    "paged_merge": lambda architecture: paged_kernel(paged_decode._merge_kernel, architecture),
 }
 MULTIPLIES = ("stats", "grad_logits", "branch_attention")
 
@@ -95,6 +108,23 @@ def test_the_kernel_builds_and_fits(name, architecture):
     assert not re.search(r"\b(atom|red)\.", ptx), "atomics make the sum depend on the order of arrival"
     for instruction in INSTRUCTIONS[architecture] if name in MULTIPLIES else ():
         assert instruction in ptx
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_paged_decode_copies_pages_beside_its_products(architecture):
+    """Tensor cores of the 16-row kind on every architecture, and asynchronous copies of 16 bytes into room for two blocks of keys and values.
+
+    With four stages the page's number, which a block's address needs, took the place of the second block: every step waited for its keys.
+    """
+    binary = BUILDS["paged_split"](architecture)
+    assert "mma.sync" in binary.asm["ptx"] and re.search(r"cp\.async\.cg\.shared\.global .*, 0x10", binary.asm["ptx"])
+    assert binary.metadata.shared >= 2 * 2 * paged_decode.BLOCKS[architecture].block_k * PAGED["HEAD_DIM"] * 2
+
+
+def test_offsets_of_pages_are_64_bits_wide():
+    """A page's number times its stride passes 2^31 when the layers are views of one tensor."""
+    ttir = BUILDS["paged_split"]("sm_90").asm["ttir"]
+    assert len(re.findall(r"tt\.addptr .*: !tt\.ptr<bf16>, i64", ttir)) == 2
 
 
 @pytest.mark.parametrize(("name", "architecture"), [("grad_logits", "sm_90"), ("stats", "sm_80"), ("grad_logits", "sm_80")])

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from kernels.cross_entropy import linear_log_probs, linear_token_loss
 from kernels.gt_score import branch_attention, branch_attention_ref, plan_rows
+from kernels.paged_decode import paged_decode, paged_decode_torch
 from venus.attention import Layout, attend, plan_attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -80,6 +81,27 @@ def test_random_packings(seed):
     got = branch_attention(q, k, v, plan_rows(spans, heads // kv_heads, q.device))
     for ours, theirs, truth in zip(got, same, exact, strict=True):
         assert (ours.double() - truth).abs().max() <= (theirs.double() - truth).abs().max() + 2e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_paged_decode_over_ragged_rows(dtype):
+    """16 rows of up to 5,000 tokens and one empty, pages of 256 dealt at random, in a CUDA graph that is replayed with other lengths."""
+    rows, width = 17, 20
+    generator = torch.Generator("cuda").manual_seed(0)
+    keys, values = (torch.randn(rows * width + 1, 256, 8, 128, generator=generator, device="cuda").to(dtype) for _ in range(2))
+    tables = (torch.randperm(rows * width, generator=generator, device="cuda").view(rows, width) + 1).int()
+    q = torch.randn(rows, 32, 128, generator=generator, device="cuda").to(dtype)
+    lengths = torch.randint(1, 5000, (rows,), generator=generator, device="cuda").int()
+    paged_decode(q, keys, values, tables, lengths)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = paged_decode(q, keys, values, tables, lengths)
+    lengths.copy_(torch.randint(1, 5000, (rows,), generator=generator, device="cuda"))
+    lengths[3] = 0
+    graph.replay()
+    exact = paged_decode_torch(q.double(), keys.double(), values.double(), tables, lengths)
+    same = paged_decode_torch(q, keys, values, tables, lengths)
+    assert (got.double() - exact).abs().max() <= (same.double() - exact).abs().max() + 2e-3
 
 
 def test_documents_go_through_flash_attention_with_gradients():
