@@ -4,15 +4,14 @@
     python eval.py --model DIR --benchmark browsecomp --data FILE --tools live --judge openai:BASE_URL:MODEL --output runs/browsecomp
     python eval.py --trajectories FILE.. --tokenizer DIR --questions questions.jsonl --output ..  grade what is there, ours or other runners'
     python eval.py ... --baseline runs/other --report report.html                                 compare, and look at it
+    python eval.py ... --doctor                                                                   try model, services and judge, and exit
 
 The output directory holds trajectories.jsonl (when it rolled out), judge.jsonl (a model's verdicts as they come), verdicts.jsonl, summary.json
 (its keys: `analysis.summarise`) and run.json. The same command resumes: finished rollouts and verdicts are kept, failed ones are made again.
 """
 
 import functools
-import json
 import os
-from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,9 +22,9 @@ from venus.chat_api import ChatClient
 from venus.cli import option, run
 from venus.collect import RolloutOptions, check_corpora, collect, jobs_of
 from venus.data import read_rollouts
-from venus.jsonl import write_jsonl
-from venus.judge import RULES, ModelJudge, parse_judge
-from venus.model import Qwen3Config
+from venus.doctor import diagnose
+from venus.jsonl import write_json, write_jsonl
+from venus.judge import RULES, open_judge, parse_judge
 from venus.record import print_plan, save_run
 from venus.report import Run, read_run, write_report
 from venus.tokenizer import ChatTokenizer
@@ -53,14 +52,15 @@ class EvalConfig(RolloutOptions):
     trajectories: tuple[str, ...] = option((), help="files, directories or glob patterns of trajectories to grade, ours, DR-Venus's or Tongyi's")
     tokenizer: str | None = option(None, help="directory with the tokenizer.json of the --trajectories")
     # what grades
-    judge: str | None = option(None, help=f"{', '.join(RULES)} or openai:BASE_URL:MODEL; empty: the benchmark's own, em for questions")
-    judge_concurrency: int = option(8, help="verdicts asked for at once", unit="calls")
+    judge: str | None = option(None, help=f"{', '.join(RULES)} or openai:BASE_URL:MODEL (key: JUDGE_API_KEY or OPENAI_API_KEY); empty: the benchmark's, or em")
+    judge_calls: int = option(16, help="judge calls under way at once")
     baseline: str | None = option(None, help="output directory of another evaluation on the same questions: adds the paired difference")
     allow_unlike: bool = option(False, help="put numbers together that were made under other settings")
     report: str | None = option(None, help="HTML file to write: figures, comparison, every trajectory")
     resamples: int = option(10_000, help="bootstrap resamples behind the intervals")
     seed: int = option(0, help="seed of the sampling noise and of the bootstrap")
     dry_run: bool = option(False, help="print the resolved config and the plan, and exit")
+    doctor: bool = option(False, help="try everything that --model and the rest name with one cheap call each, and exit with 0 if all of it works, else 2")
 
     def validate(self):
         super().validate()
@@ -76,35 +76,40 @@ class EvalConfig(RolloutOptions):
             raise ValueError("--num-questions needs --questions or --benchmark")
         if self.trajectories and not self.tokenizer:
             raise ValueError("give --tokenizer, the directory of the model's tokenizer.json: observations are read, not only counted")
-        if min(self.samples, self.resamples, self.judge_concurrency) < 1 or (self.num_questions is not None and self.num_questions < 1):
-            raise ValueError("samples, resamples, judge_concurrency and num_questions must be positive")
+        if self.doctor and not self.model:
+            raise ValueError("--doctor tries what rolls out: give --model")
+        if min(self.samples, self.resamples, self.judge_calls) < 1 or (self.num_questions is not None and self.num_questions < 1):
+            raise ValueError("samples, resamples, judge_calls and num_questions must be positive")
         self.grader()
 
-    def grader(self) -> tuple[str, str | None, str | None]:
-        """Return the rule that grades, or the model, and its base url and prompt. ValueError: no rule grades the benchmark."""
+    def grader(self) -> tuple[str, str, str | None]:
+        """Return what grades as --judge names it, its name in records, and the prompt of a model. ValueError: no rule grades the benchmark."""
         metric = BENCHMARKS[self.benchmark].metric if self.benchmark else "em"
         if self.judge == "none" or (self.judge is None and metric not in RULES):
             raise ValueError(f"{self.benchmark or 'an evaluation'} needs a judge: --judge openai:BASE_URL:MODEL, or a rule, --judge {', '.join(RULES)}")
         judge = self.judge or metric
         endpoint = parse_judge(judge)
-        return (judge, None, None) if endpoint is None else (endpoint[1], endpoint[0], BENCHMARKS[self.benchmark].prompt if self.benchmark else "browsecomp")
+        return (judge, judge, None) if endpoint is None else (judge, endpoint[1], BENCHMARKS[self.benchmark].prompt if self.benchmark else "browsecomp")
 
 
-def main(cfg: EvalConfig, keys: Keys) -> None:
+def main(cfg: EvalConfig, keys: Keys) -> int | None:
     """Roll out or read, grade, summarise, compare, print."""
     cfg.set_threads()
+    if cfg.doctor:
+        judge = parse_judge(cfg.grader()[0])
+        return 0 if diagnose(cfg.model, cfg, keys, cfg.policy_client(keys), judge and ChatClient(*judge, keys.judge)) else 2
     if cfg.benchmark:  # copies of the benchmark are not to be found, wherever the tools look
         cfg = replace(cfg, blocked=(*cfg.blocked, *BENCHMARKS[cfg.benchmark].leaks))
     questions, output = questions_of(cfg), Path(cfg.output)
     if cfg.dry_run:
         print_plan(cfg, plan(cfg, questions))
-        return
-    baseline = analysis.read_verdicts(cfg.baseline) if cfg.baseline else []
+        return None
+    baseline, decoding = analysis.read_verdicts(cfg.baseline) if cfg.baseline else [], None
     if cfg.model:
         own, agent = manifest_of(cfg, questions), agent_of(cfg, keys, questions)
-        tokenizer = agent.tokenizer
+        tokenizer, decoding = agent.tokenizer, None if cfg.policy else agent.sampler.choices
         check_baseline(cfg, agent.manifest | own, {question.id for question in questions}, baseline)
-        trajectories = collect(agent, jobs_of(questions, cfg.samples), output / "trajectories.jsonl", begin=lambda: save_run(cfg, output))
+        trajectories = collect(agent, jobs_of(questions, cfg.samples), output / "trajectories.jsonl", begin=lambda: save_run(cfg, output, decoding=decoding))
     else:
         tokenizer = ChatTokenizer(cfg.tokenizer)
         trajectories = trajectories_of(cfg, tokenizer, questions)
@@ -118,13 +123,12 @@ def main(cfg: EvalConfig, keys: Keys) -> None:
     if baseline:
         summary["difference"] = analysis.difference(verdicts, baseline, cfg.baseline, seed=cfg.seed, resamples=cfg.resamples)
     write_jsonl(output / "verdicts.jsonl", verdicts)
-    summary["run"] = save_run(cfg, output)
-    temporary = output / "summary.json.tmp"
-    temporary.write_text(json.dumps(summary, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(temporary, output / "summary.json")
+    summary["run"] = save_run(cfg, output, decoding=decoding)
+    write_json(output / "summary.json", summary)
     print_summary(summary)
     if cfg.report:
         report(cfg, Run(output.name, trajectories, tokenizer, verdicts, summary))
+    return None
 
 
 def questions_of(cfg: EvalConfig) -> list[Question] | None:
@@ -139,7 +143,7 @@ def plan(cfg: EvalConfig, questions: list[Question] | None) -> list[tuple[str, s
     if not cfg.model:
         return [("trajectories", ", ".join(cfg.trajectories)), ("questions", f"{len(questions):,}" if questions else "those of the trajectories")]
     rollouts, (_, _, prompt) = len(questions) * cfg.samples, cfg.grader()
-    rows = [("questions", f"{len(questions):,}"), *cfg.plan(Qwen3Config.read(cfg.model), rollouts)]
+    rows = [("questions", f"{len(questions):,}"), *cfg.plan(cfg.model, rollouts)]
     if prompt is None:
         return rows
     chars = len(PROMPTS[prompt].text) + ANSWER_CHARS + sum(len("".join([q.question, *q.ground_truth])) for q in questions) / len(questions)
@@ -149,7 +153,7 @@ def plan(cfg: EvalConfig, questions: list[Question] | None) -> list[tuple[str, s
 
 def manifest_of(cfg: EvalConfig, questions: list[Question]) -> dict:
     """What decides the verdicts, beside what decided the trajectories."""
-    judge, _, prompt = cfg.grader()
+    _, judge, prompt = cfg.grader()
     graded = {"judge": judge, "prompt_hash": PROMPTS[prompt].hash if prompt else None}
     return {"benchmark": cfg.benchmark} | analysis.questions_manifest(questions) | graded
 
@@ -162,7 +166,8 @@ def agent_of(cfg: EvalConfig, keys: Keys, questions: list[Question]) -> Agent:
 
 
 def trajectories_of(cfg: EvalConfig, tokenizer: ChatTokenizer, questions: list[Question] | None) -> list[Trajectory]:
-    """The rows of --trajectories that answer the questions: ours by id, other runners', which have none, by their text.
+    """The rows of --trajectories that answer the questions: ours by id, other runners', which have none, by their text. In the order of questions and
+    samples: a file of ours holds them as they ended, and the shortest would be the first of `any_of_first`.
 
     ValueError: none does, one comes twice or answers another question under the id, or they were made under different settings.
     """
@@ -183,7 +188,8 @@ def trajectories_of(cfg: EvalConfig, tokenizer: ChatTokenizer, questions: list[Q
         raise ValueError(f"{' '.join(cfg.trajectories)}: no trajectory of the questions in {cfg.questions or cfg.data}")
     if not cfg.allow_unlike:
         analysis.check_alike([(f"{t.id} of run {t.run!r}", t.manifest) for t in found.values()], free=())
-    return list(found.values())
+    place = {name: number for number, name in enumerate(dict.fromkeys([*by_id, *(t.question_id for t in found.values())]))}
+    return sorted(found.values(), key=lambda t: (place[t.question_id], t.run, t.sample))
 
 
 def check_baseline(cfg: EvalConfig, manifest: dict, asked: set[str], baseline: list[dict]) -> None:
@@ -196,14 +202,11 @@ def check_baseline(cfg: EvalConfig, manifest: dict, asked: set[str], baseline: l
 
 def grade(cfg: EvalConfig, keys: Keys, tokenizer: ChatTokenizer, questions: list[Question], trajectories: list[Trajectory], manifest: dict) -> list[dict]:
     """The verdict row of every trajectory, by rule or by model."""
-    judge, endpoint, prompt = cfg.grader()
+    judge, _, prompt = cfg.grader()
     benchmark = BENCHMARKS[cfg.benchmark] if cfg.benchmark else None
     canaries = {question.id: question.meta["canary"] for question in questions if "canary" in question.meta}
     how = {"addresses": benchmark.leaks if benchmark else (), "canaries": canaries, "manifest": manifest}
-    if endpoint is None:
-        return grading.grade(trajectories, RULES[judge], tokenizer, items=False, **how)
-    client = ChatClient(endpoint, judge, keys.judge)
-    with closing(ModelJudge(client, Path(cfg.output) / "judge.jsonl", cfg.judge_concurrency, prompt)) as asked:
+    with open_judge(judge, keys.judge, Path(cfg.output) / "judge.jsonl", cfg.judge_calls, **({"prompt": prompt} if prompt else {})) as asked:
         return grading.grade(trajectories, asked, tokenizer, items=prompt == "deepsearchqa", **how)
 
 
@@ -216,36 +219,45 @@ def report(cfg: EvalConfig, here: Run) -> None:
 
 
 def print_summary(summary: dict) -> None:
-    """The figures as a short table."""
+    """The figures as a short table; what there is none of has no line."""
 
-    def percent(interval: dict | None) -> str:
-        return "-" if interval is None else f"{100 * interval['mean']:5.1f} %  [{100 * interval['low']:.1f}, {100 * interval['high']:.1f}]"
+    def percent(interval: dict | None) -> str | None:
+        return interval and f"{100 * interval['mean']:5.1f} %  [{100 * interval['low']:.1f}, {100 * interval['high']:.1f}]"
 
-    rows = [(f"success ({summary['judge']})", percent(summary["success"])), ("  of those graded", percent(summary["success_graded"]))]
+    benchmark, several = BENCHMARKS.get(summary["name"]), (summary["samples"] or 0) > 1
+    rows = [(f"success ({summary['judge']})", percent(summary["success"]))]
+    rows += [("  of those graded", percent(summary["success_graded"]))] * bool(summary["judge_errors"] or summary["excluded"])
     rows += [(name, percent(interval)) for name, interval in (summary["scores"] or {}).items() if name != "em"]
-    rows += [(f"pass@{k}", percent(interval)) for k, interval in (summary["pass_at"] or {}).items()]
-    rows += [(f"majority of {summary['samples']}", percent(summary["majority"]))] if (summary["samples"] or 0) > 1 else []
-    rows += [("turns", f"{summary['turns']['mean']:5.2f}    ({summary['num_turns']:,} in all)")]
+    rows += [(f"pass@{k}", percent(interval)) for k, interval in (summary["pass_at"] or {}).items() if several]
+    rows += [(f"majority of {summary['samples']}", percent(summary["majority"]) if several else None)]
+    if "difference" in summary:
+        found = summary["difference"]
+        points = f"{100 * found['mean']:+5.1f} points  [{100 * found['low']:+.1f}, {100 * found['high']:+.1f}]"
+        rows.append(("difference to baseline", f"{points}; {len(found['gained'])} questions rose, {len(found['lost'])} fell"))
+    if benchmark and benchmark.paper:
+        rows.append(("the paper's 4B, SFT / RL", " / ".join(f"{value:.1f}" for value in benchmark.paper) + f" %, of all {benchmark.count:,} questions"))
+    rows += [("turns", f"{summary['turns']['mean']:5.2f}    (mean over questions; {summary['num_turns']:,} in all)")]
     for name, use in summary["tool_use"].items():
-        ratios = "-" if use["browse"] is None else f"{100 * use['browse']:5.1f} %  (mean of ratios {100 * use['browse_macro']:.1f} %)"
+        ratios = use["browse"] is not None and f"{100 * use['browse']:5.1f} %  (mean of ratios {100 * use['browse_macro']:.1f} %)"
         rows.append((f"browse ratio, {name}", ratios))
-    rows += [(name, "-" if summary[key] is None else f"{100 * summary[key]:5.1f} %") for name, key in
+    rows += [(name, summary[key] is not None and f"{100 * summary[key]:5.1f} %") for name, key in
              (("reliable sources", "reliable_share"), ("format-valid turns", "format_valid_share"))]  # fmt: skip
-    rows += [("without a verdict", ", ".join(f"{summary[key]} {key}" for key in ("judge_errors", "cut_off", "tool_error", "no_ground_truth")))]
-    rows += [("stop reasons", counts_of(summary["stop_reasons"])), ("why wrong", counts_of(summary["failures"]))]
+    calls = {f"{kind} {status}": count for kind, statuses in summary["tool_status"].items() for status, count in statuses.items()}
+    rows += [("calls", counts_of(calls)), ("stop reasons", counts_of(summary["stop_reasons"])), ("why wrong", counts_of(summary["failures"]))]
+    missing = {key: summary[key] for key in ("judge_errors", "cut_off", "tool_error", "no_ground_truth")}
+    again = "; the same command tries again" * bool(summary["judge_errors"] or summary["tool_error"])
+    rows.append(("without a verdict", any(missing.values()) and counts_of(missing) + again))
     if (summary["leaks"] or {}).get("suspected"):
         rows += [("leak suspected", f"{summary['leaks']['suspected']:5d}"), ("success without those", percent(summary["leaks"]["success"]))]
-    if BENCHMARKS.get(summary["name"]) and BENCHMARKS[summary["name"]].paper:
-        rows.append(("the paper's 4B, SFT / RL", " / ".join(f"{value:.1f}" for value in BENCHMARKS[summary["name"]].paper) + " %"))
-    if "difference" in summary:
-        rows.append(("difference to baseline", percent(summary["difference"])))
+    print(f"{summary['name']}: {summary['questions']:,} questions, {summary['trajectories']:,} trajectories")
     for name, value in rows:
-        print(f"  {name:<26} {value}")
+        if value:
+            print(f"  {name:<26} {value}")
 
 
 def counts_of(counts: dict) -> str:
     """{"answered": 3, "no_answer": 0} -> "3 answered"."""
-    return ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "-"
+    return ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
 
 
 if __name__ == "__main__":

@@ -6,14 +6,12 @@
 
 import functools
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from venus.cli import option, run
 from venus.collect import RolloutOptions, check_corpora, collect, jobs_of
 from venus.doctor import diagnose
-from venus.model import Qwen3Config
 from venus.record import print_plan, save_run
 from venus.tokenizer import ChatTokenizer
 from venus.tools.options import Keys
@@ -39,23 +37,25 @@ class RolloutConfig(RolloutOptions):
             raise ValueError("--questions and --output are required")
 
 
-def main(cfg: RolloutConfig, keys: Keys) -> None:
+def main(cfg: RolloutConfig, keys: Keys) -> int | None:
     """Read the questions, make what is missing, say what there is."""
     cfg.set_threads()
     if cfg.doctor:
-        sys.exit(0 if diagnose(cfg.model, cfg, keys, cfg.policy_client(keys)) else 2)
+        return 0 if diagnose(cfg.model, cfg, keys, cfg.policy_client(keys)) else 2
     questions = read_questions(cfg.questions)[: cfg.num_questions]
     jobs = jobs_of(questions, cfg.samples)
     if cfg.dry_run:
-        print_plan(cfg, [("questions", f"{len(questions):,}"), *cfg.plan(Qwen3Config.read(cfg.model), len(jobs))])
-        return
+        print_plan(cfg, [("questions", f"{len(questions):,}"), *cfg.plan(cfg.model, len(jobs))])
+        return None
     (model, name), tokenizer = cfg.load_policy(cfg.model, keys), ChatTokenizer(cfg.model)
     corpora = check_corpora(questions) if cfg.tools == "offline" else None
     agent = cfg.agent(model, tokenizer, run=Path(cfg.output).stem, seed=cfg.seed, manifest={"model": name}, tools=cfg.make_tools(keys, corpora))
     run_directory, device = Path(cfg.output).with_suffix(".run"), cfg.policy or str(model.lm_head.weight.device)
-    trajectories = collect(agent, jobs, cfg.output, begin=lambda: save_run(cfg, run_directory, device=device))
+    decoding = None if cfg.policy else agent.sampler.choices
+    trajectories = collect(agent, jobs, cfg.output, begin=lambda: save_run(cfg, run_directory, device=device, decoding=decoding))
     turns = sum(len(trajectory.turns) for trajectory in trajectories)
     print(f"{cfg.output}: {len(trajectories)} trajectories, {turns} turns, {sum(t.num_sampled for t in trajectories)} sampled tokens")
+    return None
 
 
 if __name__ == "__main__":

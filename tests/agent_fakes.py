@@ -9,9 +9,10 @@ from pathlib import Path
 from chat_samples import tiny_file, tiny_spec
 
 from venus.agent import Agent, Job, Limits
+from venus.draw import noise_key
 from venus.model import Qwen3, Qwen3Config
 from venus.protocol import assistant_text, format_answer, format_tool_call
-from venus.sampler import Generation, Sampler, SamplingParams, noise_key
+from venus.sampler import Generation, Sampler, SamplingParams
 from venus.tokenizer import ChatTokenizer
 from venus.tools.base import ToolResult
 from venus.trajectory import Question

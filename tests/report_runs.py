@@ -39,6 +39,7 @@ def trajectory(question: str, sample: int, *, answer: str, page: str = "a page",
         made = replace(made, outcome=Outcome(1.0, "ok"), seconds={"model": 2.5, "tool": 1.0})
         for turn, gain, advantage in zip(made.turns, (None, None, -0.25, None), (0.5, -1.0, 0.5, 0.0), strict=True):
             turn.info_gain, turn.advantage = gain, advantage
+        made.turns[0].seconds, made.turns[2].seconds = 0.25, 1.5
     return made
 
 

@@ -9,8 +9,9 @@ from agent_fakes import answer, search, tiny_tokenizer, visit
 from venus import analysis
 from venus.analysis import check_alike, shared_manifest, summarise, unlike
 from venus.data import read_rollouts
-from venus.grading import FAILURES, answer_seen, failure_of, grade, is_call, leaks_of, observations
+from venus.grading import FAILURES, failure_of, grade, is_call, leaks_of, observations
 from venus.judge import RULES
+from venus.rewards import answer_seen
 from venus.trajectory import Outcome, Question
 from venus.verdicts import Verdict
 
@@ -56,6 +57,8 @@ def made(tmp_path, tiny):
         ("born in 1815", "815", False),
         ("U.S.A.", "the U.S.A.", True),
         ("位于北京市", "北京", True),
+        ("[Ada Lovelace](http://x)", "Ada Lovelace", True),
+        ("all 13,186 seats", "13186", True),
         ("anything", "?", False),
     ],
 )
@@ -86,6 +89,19 @@ def test_the_classes_of_failure_are_told_apart(made, tiny):
     assert {name: why(trajectory, tiny) for name, trajectory in cases.items()} == {name: name for name in cases}
     assert why(found, tiny, "error") == "judge_error"
     assert set(cases) | {"judge_error"} == set(FAILURES)
+
+
+@pytest.mark.parametrize(
+    ("statuses", "expected"), [(("error", "ok"), "infrastructure"), (("timeout", "empty"), "infrastructure"), (("empty", "ok"), "evidence_not_seen")]
+)
+def test_evidence_that_no_service_gave_was_not_missed_by_the_policy(made, tiny, statuses, expected):
+    """The search service was down for the whole rollout. `evidence_not_seen` would send the reader to the policy, which did ask."""
+    t = made(search("s"), "The search failed.", visit("u"), "x", answer("Bob"))
+    for turn, status in zip(t.turns, statuses, strict=False):
+        turn.tool_status = status
+    assert why(t, tiny) == expected
+    t.turns.insert(1, dataclasses.replace(t.turns[0], tool_status="ok"))
+    assert why(t, tiny) == "evidence_not_seen"  # one of its searches was answered
 
 
 def test_a_correct_trajectory_and_one_without_ground_truth_did_not_fail(made, tiny):
@@ -170,6 +186,7 @@ def test_a_judge_that_fails_leaves_wrong_in_the_headline_and_nothing_in_the_grad
     assert (got["graded"], got["judge_errors"], got["excluded"], got["failures"]["judge_error"]) == (2, 1, 0, 1)
     assert [(row["verdict"], row["raw"], row["error"]) for row in rows][::2] == [("correct", "correct: yes", None), ("error", None, "the service is down")]
     assert got["pass_at"]["3"]["mean"] == 1.0
+    assert {name: use["trajectories"] for name, use in got["tool_use"].items()} == {"overall": 3, "correct": 1, "wrong": 1}
 
 
 def test_what_did_not_end_or_has_no_ground_truth_is_not_judged(made, tiny):
@@ -192,7 +209,6 @@ def test_item_scores_pass_through_and_are_not_mixed_with_word_f1(made, tiny):
     assert rows[0]["scores"] == {"em": 1.0, **items} and rows[1]["scores"] == {"em": 1.0}
     got = figures(trajectories, rows)
     assert {name: interval["mean"] for name, interval in got["scores"].items()} == pytest.approx({"em": 1.0, "precision": 0.5, "recall": 0.25, "f1": 1 / 3})
-    assert got["f1"] == got["scores"]["f1"]
 
 
 def test_tool_use_tokens_and_duplicates_of_a_hand_count(made, tiny):

@@ -7,9 +7,10 @@ import torch
 from torch.nn.attention import varlen
 
 from kernels.gt_score import branch_attention_ref
-from venus import attention
+from venus import attention, cached_attention
 from venus.attention import Documents, Layout, Span, attend, plan_attention
-from venus.cache import KVCache
+from venus.cache import KVCache, PagedKVCache
+from venus.cached_attention import CachedLayout
 
 SPANS = (Span(0, 12, 0, 0), Span(12, 16, 0, 5), Span(16, 20, 0, 12), Span(20, 26, 20, 20), Span(26, 29, 20, 22))
 
@@ -42,9 +43,9 @@ def test_rows_in_chunks_over_a_cache_equal_all_at_once(size):
 def test_the_mask_of_a_long_tail_is_made_in_pieces(monkeypatch):
     """A chunk of a long trunk against all before it was one mask of chunk x everything: quadratic in memory."""
     q, k, v = (x[0].transpose(0, 1) for x in inputs())
-    whole = attention._causal_tail(q[:, 9:], k, v)
-    monkeypatch.setattr(attention, "TAIL_ROWS", 6)
-    torch.testing.assert_close(attention._causal_tail(q[:, 9:], k, v), whole, rtol=0, atol=2e-6)
+    whole = cached_attention.causal_tail(q[:, 9:], k, v)
+    monkeypatch.setattr(cached_attention, "TAIL_ROWS", 6)
+    torch.testing.assert_close(cached_attention.causal_tail(q[:, 9:], k, v), whole, rtol=0, atol=2e-6)
 
 
 def test_a_chunk_without_what_came_before_is_an_error():
@@ -90,7 +91,8 @@ def test_flash_attention_gets_the_documents_and_is_causal(monkeypatch):
     monkeypatch.setattr(varlen, "varlen_attn", stand_in)
     attention.varlen_keywords.cache_clear()
     q, k, v = inputs()
-    got = attend(q, k, v, Documents(torch.tensor([0, 12, 16, 29]), 13))
+    plain = Layout(()).to_heads, Layout(()).to_sequence
+    got = attend(q, k, v, Documents(torch.tensor([0, 12, 16, 29]), 13, *plain))
     attention.varlen_keywords.cache_clear()
     torch.testing.assert_close(got, attend(q, k, v, Layout.documents([12, 4, 13])), rtol=0, atol=2e-6)
 
@@ -107,3 +109,34 @@ def test_a_torch_without_the_keyword_is_named(monkeypatch):
     with pytest.raises(ValueError, match=f"torch {torch.__version__.split('+')[0]}.*window_size"):
         attention.varlen_keywords()
     attention.varlen_keywords.cache_clear()
+
+
+def test_chunks_over_pages_get_their_tables_and_lengths(monkeypatch):
+    """Chunks of 5 and 3 tokens behind 9 and 2 cached ones, pages of 4. A stand-in with the signature of `varlen_attn` gathers the pages itself."""
+    shape = {"num_layers": 1, "num_rows": 3, "capacity": 20, "num_kv_heads": 2, "head_dim": 8, "dtype": torch.float32, "device": "cpu"}
+    generator = torch.Generator().manual_seed(0)
+    paged, plain = PagedKVCache(**shape, num_tokens=60, page_size=4), KVCache(**shape)
+    for row, count in ((2, 9), (0, 2)):
+        k, v = torch.randn(2, 1, count, 2, 8, generator=generator)
+        for cache in (paged, plain):
+            attend(torch.zeros(1, count, 4, 8), k, v, CachedLayout.of(cache, [row], [count]), cache)
+            cache.advance(row, count)
+
+    def stand_in(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size, enable_gqa, seqused_k, block_table):
+        assert (window_size, enable_gqa, cu_seq_k, max_q, cu_seq_q.tolist(), seqused_k.tolist()) == ((-1, 0), True, None, 5, [0, 5, 8], [14, 5])
+        assert (cu_seq_q.dtype, seqused_k.dtype, block_table.dtype) == (torch.int32,) * 3
+        assert max_k >= 14
+        outputs = []
+        for start, stop, length, table in zip(cu_seq_q[:-1], cu_seq_q[1:], seqused_k, block_table, strict=True):
+            keys, values = (pages[table.long()].flatten(0, 1)[:length].transpose(0, 1) for pages in (key, value))
+            outputs.append(cached_attention.causal_tail(query[start:stop].transpose(0, 1), keys, values).transpose(0, 1))
+        return torch.cat(outputs)
+
+    q, k, v = (torch.randn(1, 8, heads, 8, generator=generator) for heads in (4, 2, 2))
+    wanted = attend(q, k, v, CachedLayout.of(plain, [2, 0], [5, 3]), plain)
+    monkeypatch.setattr(varlen, "varlen_attn", stand_in)
+    monkeypatch.setattr(cached_attention, "chunk_kernel", lambda device, dtype: "varlen")
+    cached_attention.varlen_keywords.cache_clear()
+    got = attend(q, k, v, CachedLayout.of(paged, [2, 0], [5, 3]), paged)
+    cached_attention.varlen_keywords.cache_clear()
+    torch.testing.assert_close(got, wanted, rtol=0, atol=2e-6)

@@ -274,8 +274,8 @@ def test_a_model_judges_and_its_errors_lie_apart(tmp_path):
         judge = ("--judge", f"openai:{stub.url}:m", "--validation", 0)
         out, stats = clean(tmp_path, *judge, OPENAI_API_KEY=KEY)
         asked = len(stub.requests)
-        assert all(request["headers"]["Authorization"] == f"Bearer {KEY}" for request in stub.requests)
-        again, _ = clean(tmp_path, *judge, "--verdicts", tmp_path / "out.verdicts.jsonl", name="again", OPENAI_API_KEY=KEY)
+        again, _ = clean(tmp_path, *judge, "--verdicts", tmp_path / "out.verdicts.jsonl", name="again", JUDGE_API_KEY=KEY, OPENAI_API_KEY="of another service")
+    assert all(request["headers"]["Authorization"] == f"Bearer {KEY}" for request in stub.requests)
     assert asked == 31 and len(stub.requests) == asked + 2 and contents(again) == contents(out)  # all but the error, asked twice, came from the cache
     assert stats["rows"]["correct"] == 20 and stats["dropped_rows"] == {"incorrect": 9, "judge_error": 1}
     assert [row["question"] for row in load_rows(out / "judge_errors.jsonl")] == ["q9"]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from venus.observations import SEPARATOR, align_blocks, convert, limit_notice, unwrap
-from venus.protocol import LIMIT_MESSAGES, TOOL_ERROR_MESSAGE, format_search, format_visit
+from venus.protocol import FAILED_SEARCH, LIMIT_MESSAGES, TOOL_ERROR_MESSAGE, UNREAD_PAGE, format_search, format_visit
 
 
 def page_text(rank, title, url, snippet=None, date=None, source=None):
@@ -117,6 +117,11 @@ def test_structured_results_with_the_calls_queries_stay_byte_for_byte():
         ("search", "A Google search for 'a' found 2 results:\n\nnone in this form", "error"),
         ("search", "A Google search for 'a' found 0 results:\n\n## Web Results\n", "empty"),
         ("search", " \n", "empty"),
+        ("search", FAILED_SEARCH("a", "serper: HTTP 500 (3 tries)"), "error"),
+        ("search", f"{HIT}\n{FAILED_SEARCH('b', 'serper: HTTP 500 (3 tries)')}", "ok"),
+        ("search", f"[]\n{FAILED_SEARCH('a', 'x')}\n{FAILED_SEARCH('b', 'x')}", "error"),
+        ("visit", format_visit([("u", "g", UNREAD_PAGE + "HTTP 404", None), ("v", "g", "nothing on g", None)]), "empty"),
+        ("visit", f"{PAGE}\n=======\n{format_visit([('u', 'g', UNREAD_PAGE + 'HTTP 404', None)])}", "ok"),
         ("visit", PAGE, "ok"),
         ("visit", f"{PAGE}\n=======\n{NO_PAGE}", "ok"),
         ("visit", f"{NO_PAGE}\n=======\n{NO_PAGE}", "empty"),

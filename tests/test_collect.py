@@ -1,6 +1,7 @@
 """Rollouts into a file: interrupted and continued, equal to never interrupted, nothing done twice; other settings refused."""
 
 import dataclasses
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +11,12 @@ from agent_fakes import JOBS, SCRIPTS, fake_tools, model_agent, question, script
 
 from venus.agent import Job
 from venus.cli import option
-from venus.collect import RolloutOptions, check_corpora, collect, jobs_of, rollout_metrics
-from venus.jsonl import append_jsonl
+from venus.collect import RolloutOptions, check_corpora, collect, jobs_of, rollout_metrics, share_of_jobs
+from venus.decoding import DecodingOptions
+from venus.jsonl import append_jsonl, write_jsonl
 from venus.model import Qwen3Config
-from venus.trajectory import read_trajectories
+from venus.tools.options import ToolOptions
+from venus.trajectory import Outcome, Trajectory, Turn, read_trajectories
 
 TESTS = Path(__file__).resolve().parent
 
@@ -43,7 +46,7 @@ def run_some(tiny, path, count, **options):
     agent = agent_of(tiny, **options)
     rollouts = agent.run
 
-    def failing(jobs):
+    def failing(jobs, *_, **__):
         for number, trajectory in enumerate(rollouts(jobs)):
             if number == count:
                 raise KeyboardInterrupt
@@ -100,6 +103,23 @@ def test_a_torn_last_line_is_dropped_and_made_again(tiny, whole, tmp_path, torn)
     assert content(collect(agent, JOBS, path, progress=None)) == content(whole)
     assert num_calls(agent) == 2 * 3
     assert len(read_trajectories(path)) == 6
+
+
+def test_rollouts_whose_service_was_down_are_made_again_and_stand_once(tiny, whole, tmp_path):
+    """Counted as done, an outage of an hour would stay in the evaluation for good. Finished rows keep their bytes, another process's its file."""
+    path, other = tmp_path / "t.jsonl", tmp_path / "other.jsonl"
+    rows = [t.to_json() for t in whole]
+    for number, reason in ((1, "tool_error"), (4, "model_error")):
+        rows[number] |= {"stop_reason": reason, "outcome": {"value": None, "status": "tool_error"}}
+    write_jsonl(other, rows[:1])
+    write_jsonl(path, rows[1:])
+    before = path.read_text().splitlines()
+    agent = agent_of(tiny)
+    assert content(collect(agent, JOBS, path, others=[other], progress=None)) == content(whole)
+    after = path.read_text().splitlines()
+    assert num_calls(agent) == 2 * 2
+    assert after[:3] == [line for number, line in enumerate(before, 1) if number not in (1, 4)]
+    assert sorted(t.id for t in read_trajectories(path)) == sorted(t.id for t in whole[1:])
 
 
 def test_a_complete_row_without_its_newline_is_made_again(tiny, whole, tmp_path):
@@ -210,9 +230,9 @@ class Options(RolloutOptions):
 
 
 def test_the_manifest_names_what_decides_a_trajectory():
-    """All rollout options but the numbers of slots and threads, and none of the script's own."""
-    names = {field.name for field in dataclasses.fields(RolloutOptions)}
-    assert set(Options().manifest()) == names - {"slots", "threads"}
+    """All rollout options but those of decoding and threads, what decides the tools' answers, and none of the script's own."""
+    names, tools, decoding = ({field.name for field in dataclasses.fields(options)} for options in (RolloutOptions, ToolOptions, DecodingOptions))
+    assert set(Options().manifest()) == names - tools - decoding - {"threads", "policy", "policy_seconds"} | {"tools"}
 
 
 def test_slots_may_change_between_start_and_resume(tiny, tmp_path):
@@ -243,16 +263,69 @@ def test_a_model_that_does_not_fit_the_options_is_refused(tiny):
         RolloutOptions(max_context=8192).agent(tiny_model(tiny.vocab_size - 1), tiny, run="r", seed=0, manifest={})
 
 
-def test_the_plan_counts_what_the_run_would_hold():
+def test_the_plan_counts_what_the_run_would_hold(tmp_path):
     """The 4B shape in bf16: 36 layers, 8 kv heads of 128, so 147,456 bytes a token; 2 rows of 1,024 tokens are 288 MiB."""
     config = Qwen3Config(
         vocab_size=151_936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8,
         head_dim=128, rms_norm_eps=1e-6, rope_theta=5e6, max_position_embeddings=262_144, tie_word_embeddings=True,
     )  # fmt: skip
-    rows = dict(RolloutOptions(slots=2, max_context=1024, max_turns=5, max_turn_tokens=100).plan(config, 30))
-    assert rows == {"parameters": "4,022,468,096", "rollouts": "30", "sampled tokens, at most": "15,000", "KV cache, all slots full": "288.0 MiB"}
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict() | {"torch_dtype": "bfloat16"}), encoding="utf-8")
+    rows = dict(RolloutOptions(slots=2, max_context=1024, max_turns=5, max_turn_tokens=100).plan(str(tmp_path), 30))
+    assert rows == {"parameters": "4,022,468,096", "rollouts": "30", "sampled tokens, at most": "15,000", "KV cache, all rows full": "288.0 MiB"}
 
 
 def test_a_step_that_keeps_no_trajectory_reports_counts_only():
-    """A success of 0.0 would read as a result; nothing was measured."""
-    assert rollout_metrics([object(), object()], []) == {"trajectories": 2, "excluded": 2}
+    """A success of 0.0 would read as a result; nothing was measured. Each one left out has its reason, a call that failed counts wherever it was."""
+
+    def left_out(sample, status, tool_status):
+        turns = [Turn(2, 3, 4, "search", tool_status, {"query": ["q"]}), Turn(4, 5, 5, "answer", None, None)]
+        return Trajectory("r", "q", sample, 0, "?", ("x",), 2, [0] * 5, [], turns, "x", Outcome(None, status), "answered", {}, {})
+
+    trajectories = [left_out(k, *how) for k, how in enumerate([("judge_error", "ok"), ("ok", "error"), ("judge_error", "timeout"), ("cut_off", "empty")])]
+    reasons = {"judge_error": 2, "small_group": 1, "cut_off": 1}
+    assert rollout_metrics(trajectories, []) == {"trajectories": 4, "excluded": 4, "excluded_by": reasons, "failed_calls": 2}
+
+
+# Several processes, and a stop
+
+
+def test_rollouts_that_another_process_finished_are_taken_up(tiny, whole, tmp_path):
+    """After a resume with another number of processes, a job belongs to another rank than the one that has it on disk, here with a torn last row."""
+    theirs, path = tmp_path / "rank1.jsonl", tmp_path / "rank0.jsonl"
+    run_some(tiny, theirs, 4, num_slots=1)
+    with theirs.open("a") as handle:
+        handle.write('{"schema": 1, "run"')
+    before = theirs.read_bytes()
+    agent = agent_of(tiny, num_slots=1)
+    assert content(collect(agent, JOBS, path, progress=None, others=[theirs])) == content(whole)
+    missing = {t.id for t in whole} - {t.id for t in read_trajectories(theirs, torn_tail=True)}
+    assert {t.id for t in read_trajectories(path)} == missing and len(missing) == 2
+    assert theirs.read_bytes() == before
+
+
+def test_a_stop_returns_what_is_finished_and_the_next_run_makes_the_rest(tiny, whole, tmp_path):
+    path = tmp_path / "t.jsonl"
+    finished = collect(agent_of(tiny, num_slots=1), JOBS, path, progress=None, should_stop=lambda: len(path.read_text().splitlines()) >= 2)
+    assert [t.id for t in finished] == ["q0/0", "q0/1"]
+    assert content(finished) == content(read_trajectories(path)) == content(whole)[:2]
+    assert content(collect(agent_of(tiny, num_slots=1), JOBS, path, progress=None)) == content(whole)
+
+
+def shares(costs, num_samples, num_ranks):
+    """[rank]["question/sample", ..]"""
+    asked = [question(f"q{number}") for number in range(len(costs))]
+    jobs = [share_of_jobs(asked, num_samples, costs, rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)]
+    return [[f"{job.question.id}/{job.sample}" for job in share] for share in jobs]
+
+
+def test_the_costliest_questions_are_dealt_first_and_groups_stay_together():
+    """10 + 1 + .5 against 6 + 5: in turn, as q0 q2 q4 and q1 q3, it would be 17 against 5.5."""
+    assert shares([10, 0.5, 1, 5, 6], 2, 2) == [[f"q{k}/{s}" for k in ks for s in (0, 1)] for ks in ((0, 1, 2), (3, 4))]
+
+
+def test_groups_are_split_only_where_there_are_fewer_questions_than_ranks():
+    """Else a rank would have nothing to do. 4 rollouts at 10 and 4 at 1 over three ranks: 20 and 1 + 1, 10 + 1 and so on, each job once."""
+    split = shares([10, 1], 4, 3)
+    assert sorted(job for share in split for job in share) == [f"q{k}/{s}" for k in (0, 1) for s in range(4)]
+    assert sorted(sum(10 if job.startswith("q0") else 1 for job in share) for share in split) == [12, 12, 20]
+    assert shares([0.1, 0.7, 0.2], 1, 1) == [["q0/0", "q1/0", "q2/0"]]

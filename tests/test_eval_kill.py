@@ -111,7 +111,8 @@ def test_a_killed_judge_pays_for_no_verdict_twice(tmp_path, finish, kills):
 
     with serve(reply) as stub:
         output = tmp_path / "e"
-        flags = ["--trajectories", tmp_path / "rows.jsonl", "--tokenizer", tmp_path, "--judge", f"openai:{stub.url}:m", "--resamples", 100, "--output", output]
+        flags = ["--trajectories", tmp_path / "rows.jsonl", "--tokenizer", tmp_path, "--judge", f"openai:{stub.url}:m", "--judge-calls", 8]
+        flags += ["--resamples", 100, "--output", output]
         for size, delay in moments(kills, kills, 80 * 240):
             kill_when(flags, output / "judge.jsonl", size, delay)
             tear(output / "judge.jsonl")

@@ -28,6 +28,10 @@ def case(prediction, *aliases, question="Who?"):
         ("“Doubtful Victory”.", ("Doubtful Victory",), "correct"),
         ("Season\u202fEight of early\u201109", ("early-09",), "correct"),
         ("答案是北京。", ("北京",), "correct"),
+        ("it seats 13,186 people", ("13186",), "correct"),
+        ("the U.S.A., then", ("USA",), "correct"),
+        ("１９９０年", ("1990",), "correct"),
+        ("1.5 km", ("5",), "incorrect"),
         ("?", ("!",), "incorrect"),
         ("anything", ("the",), "incorrect"),
     ],
@@ -44,7 +48,7 @@ def test_no_answer_is_incorrect_by_every_rule(rule):
 def test_each_rule_has_its_own_idea_of_equal():
     cases = [case("Bo, of course"), case("the Bo!"), case("$1,234", "1234"), case("rome;OSLO", "Rome, Oslo")]
     verdicts = {name: [v.verdict == "correct" for v in rule(cases)] for name, rule in RULES.items()}
-    assert verdicts == {"match": [True, True, True, False], "em": [False, True, True, False], "gaia": [False, False, True, True]}
+    assert verdicts == {"match": [True, True, True, True], "em": [False, True, True, False], "gaia": [False, False, True, True]}
 
 
 def yes_no(body, number):

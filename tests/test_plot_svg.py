@@ -31,7 +31,18 @@ def test_ticks_are_round_numbers_that_cover_the_range(low, high, ticks):
     assert nice_ticks(low, high) == pytest.approx(ticks, abs=1e-12)  # multiples of 0.2 are off by one rounding
 
 
-@pytest.mark.parametrize("value", [0.0, 5.0, -1e-9, 1e12])
+def test_what_is_counted_has_whole_ticks(tmp_path):
+    """Two samples a question: the axis read 1, 1.2, 1.4 .."""
+    texts = [node.text for node in draw(tmp_path, [1, 2], [0.5, 0.6]).iter(f"{SVG}text")]
+    assert {"1", "2"} <= set(texts) and "1.2" not in texts
+
+
+def test_nothing_but_zeros_goes_up_from_zero():
+    """Shares and counts that are all 0 had ticks down to -0.5."""
+    assert nice_ticks(0.0, 0.0)[0] == 0.0 < nice_ticks(0.0, 0.0)[-1]
+
+
+@pytest.mark.parametrize("value", [5.0, -1e-9, 1e12])
 def test_a_constant_lies_strictly_inside_its_ticks(value):
     ticks = nice_ticks(value, value)
     assert ticks[0] < value < ticks[-1]

@@ -9,12 +9,12 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
-from chat_samples import HOSTILE, needs_data, qwen, real, tiny_spec
+from chat_samples import HOSTILE, needs_data, qwen, real
 from report_runs import ATTACK, evaluation, tokenizer, trajectory, two_runs
 
 from venus.data import from_messages
 from venus.jsonl import write_jsonl
-from venus.report import ReportConfig, Run, main, read_run, write_report
+from venus.report import Run, read_run, write_report
 
 BLOCK = re.compile(r'<script type="text/plain" id="t(\d+)">([A-Za-z0-9+/=]*)</script>')
 
@@ -79,6 +79,7 @@ def test_gain_advantage_status_and_call_of_a_turn_are_told(tmp_path):
     assert [turn["gain"] for turn in turns] == [None, None, -0.25, None]
     assert [turn["advantage"] for turn in turns] == [0.5, -1.0, 0.5, 0.0]
     assert [turn["what"] for turn in turns] == ["who", "", "http://a", "yes"]
+    assert [turn["seconds"] for turn in turns] == [0.25, None, 1.5, None]
 
 
 def test_structure_tokens_are_told_from_text_that_spells_them(tmp_path):
@@ -201,20 +202,31 @@ def test_a_summary_of_another_version_is_named(tmp_path):
         written(tmp_path, [run])
 
 
-def test_the_command_writes_the_report_of_two_directories(tmp_path, capsys):
-    (tmp_path / "tokenizer.json").write_text(json.dumps(tiny_spec()), encoding="utf-8")
-    for run in two_runs()[:2]:
-        directory = tmp_path / run.name
-        directory.mkdir()
-        write_jsonl(directory / "trajectories.jsonl", (t.to_json() for t in run.trajectories))
-        write_jsonl(directory / "verdicts.jsonl", run.verdicts)
-        (directory / "summary.json").write_text(json.dumps(run.summary), encoding="utf-8")
-    sides = {"run": str(tmp_path / "first"), "baseline": str(tmp_path / "second")}
-    assert read_run(sides["run"], tokenizer(), beside=two_runs()[0]).name == sides["run"], "two evaluations may lie in directories of one name"
-    main(ReportConfig(**sides, tokenizer=str(tmp_path), output=str(tmp_path / "out.html")))
-    assert "12 trajectories" in capsys.readouterr().out
-    write_report(tmp_path / "direct.html", "first", two_runs()[:2], baseline="second")
-    assert (tmp_path / "out.html").read_bytes() == (tmp_path / "direct.html").read_bytes()
-    (tmp_path / "second" / "summary.json").write_text(json.dumps({**two_runs()[1].summary, "manifest": {"temperature": 0.5}}), encoding="utf-8")
-    with pytest.raises(ValueError, match="first and second were not made alike: .*temperature 1.0 and 0.5"):
-        main(ReportConfig(**sides, tokenizer=str(tmp_path), output=str(tmp_path / "out.html")))
+def test_an_evaluation_is_read_from_its_directory(tmp_path):
+    """Two may lie in directories of one name; one that graded trajectories of elsewhere holds none."""
+    first, second, _ = two_runs()
+    directory = tmp_path / first.name
+    directory.mkdir()
+    write_jsonl(directory / "verdicts.jsonl", first.verdicts)
+    (directory / "summary.json").write_text(json.dumps(first.summary), encoding="utf-8")
+    assert read_run(str(directory), tokenizer()).trajectories == []
+    write_jsonl(directory / "trajectories.jsonl", (t.to_json() for t in first.trajectories))
+    read = read_run(str(directory), tokenizer())
+    assert read_run(str(directory), tokenizer(), beside=read).name == str(directory)
+    assert written(tmp_path, [read, second], baseline="second") == written(tmp_path, [first, second], baseline="second")
+
+
+def test_tables_say_nothing_of_what_there_is_none_of(tmp_path):
+    """Without ground truths, samples, seconds and leaks: no rows of dashes, no heading without rows, and no plot of successes."""
+    text = written(tmp_path, [evaluation("bare", [replace(trajectory("q", 0, answer="yes"), ground_truth=())])])
+    tables = re.findall(r"<h3>(.*?)</h3><table>", text)
+    assert tables == ["What counts", "Tool use: visits / (visits + searches)", "Effort", "Stop reasons", "Tool calls by status"]
+    assert "–" not in "".join(re.findall(r"<tr>.*?</tr>", text)) and "seconds, model" not in text and "by call, correct" not in text
+    assert text.count("<svg xmlns") == 1
+
+
+def test_success_is_drawn_between_0_and_100(tmp_path):
+    """Ticks around the one value of a plot, where no question was answered, were -0.5 .. 0.5 percent."""
+    text = written(tmp_path, [evaluation("a", [trajectory("q", k, answer="no") for k in (0, 1)])])
+    plot = re.search(r"<svg xmlns.*?Success by number of samples.*?</svg>", text, re.S)[0]
+    assert [float(tick) for tick in re.findall(r'text-anchor="end" font-size="12">([-\d.]+)<', plot)] == [0, 20, 40, 60, 80, 100]

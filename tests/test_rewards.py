@@ -1,20 +1,20 @@
-"""Outcome rewards against the vectors of SQuAD's and IGPO's own scorers, worked out by hand."""
+"""Outcome rewards against vectors of SQuAD's scorer, worked out by hand."""
 
 import pytest
 
-from venus.rewards import answer_tokens, exact_match, f1_score, format_valid, format_valid_share, igpo_f1, normalize_answer, outcome_of
+from venus.rewards import answer_tokens, exact_match, f1_score, format_valid_share, normalize_answer, outcome_of
 from venus.trajectory import Outcome, Trajectory, Turn
 
-# prediction, gold, exact match, multiset F1 (SQuAD normal form), IGPO's set F1
+# prediction, gold, exact match, multiset F1 (SQuAD normal form)
 VECTORS = [
-    ("paris paris paris paris", "paris", 0.0, 0.4, 1.0),
-    ("the U.S.A.", "USA", 1.0, 1.0, 0.0),
-    ("J.K. Rowling", "JK Rowling", 1.0, 1.0, 0.4),
-    ("The Beatles", "Beatles", 1.0, 1.0, 2 / 3),
-    ("Duran Duran, 1981", "Duran Duran", 0.0, 0.8, 2 / 3),
-    ("in Paris, France", "Paris", 0.0, 0.5, 0.5),
-    ("London", "Paris", 0.0, 0.0, 0.0),
-    ("", "Paris", 0.0, 0.0, 0.0),
+    ("paris paris paris paris", "paris", 0.0, 0.4),
+    ("the U.S.A.", "USA", 1.0, 1.0),
+    ("J.K. Rowling", "JK Rowling", 1.0, 1.0),
+    ("The Beatles", "Beatles", 1.0, 1.0),
+    ("Duran Duran, 1981", "Duran Duran", 0.0, 0.8),
+    ("in Paris, France", "Paris", 0.0, 0.5),
+    ("London", "Paris", 0.0, 0.0),
+    ("", "Paris", 0.0, 0.0),
 ]
 
 
@@ -28,12 +28,6 @@ def test_multiset_f1_vectors(prediction, gold, f1):
     assert f1_score(prediction, [gold]) == pytest.approx(f1, abs=1e-12)
 
 
-@pytest.mark.parametrize(("prediction", "gold", "f1"), [(row[0], row[1], row[4]) for row in VECTORS])
-def test_igpo_set_f1_vectors(prediction, gold, f1):
-    """IGPO's scorer pays repetition in full and tells "U.S.A." from "USA"; it is a metric here, never the reward."""
-    assert igpo_f1(prediction, [gold]) == pytest.approx(f1, abs=1e-12)
-
-
 def test_normal_form_deletes_punctuation_articles_and_case():
     assert normalize_answer("  The  Beatles' (an English band)\n") == "beatles english band"
 
@@ -44,10 +38,10 @@ def test_article_inside_a_word_stays():
 
 def test_best_alias_counts():
     """IGPO's in-place edit of the aliases left the training reward with the first one only."""
-    assert [score("NYC", ["New York City", "NYC"]) for score in (exact_match, f1_score, igpo_f1)] == [1.0, 1.0, 1.0]
+    assert [score("NYC", ["New York City", "NYC"]) for score in (exact_match, f1_score)] == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("score", [exact_match, f1_score, igpo_f1])
+@pytest.mark.parametrize("score", [exact_match, f1_score])
 def test_no_answer_earns_nothing(score):
     assert score(None, ["Paris"]) == 0.0
 
@@ -102,10 +96,6 @@ def trajectory(*actions):
     turns = [Turn(2 + t, 3 + t, 3 + t, action, None, None, format_ok=action != "malformed") for t, action in enumerate(actions)]
     stop = "answered" if turns else "model_error"
     return Trajectory("run", "q", 0, 0, "?", ("x",), 2, [0] * (2 + len(turns)), [], turns, None, Outcome(0.0, "ok"), stop, {}, {})
-
-
-def test_malformed_turns_are_the_invalid_ones():
-    assert format_valid(trajectory("search", "malformed", "answer").turns) == [True, False, True]
 
 
 def test_format_share_counts_every_turn_once():

@@ -9,7 +9,8 @@ import pytest
 import torch
 from agent_fakes import tiny_model
 
-from venus.sampler import Sampler, SamplingParams, draw, noise_key, uniform_noise
+from venus.draw import SamplingParams, draw, noise_key, uniform_noise
+from venus.sampler import Sampler
 from venus.weights import load_model
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -121,7 +121,7 @@ def test_a_dry_run_prints_config_and_plan_and_writes_nothing(world, run, tmp_pat
     lines = dict(line.split(maxsplit=1) for line in stdout.splitlines() if len(line.split()) == 2)
     assert (code, stderr) == (0, "")
     assert (lines["samples"], lines["max_turns"], lines["rollouts"], lines["questions"]) == ("4", "2", "12", "3")
-    assert "KV cache, all slots full" in stdout
+    assert "KV cache, all rows full" in stdout
     assert not (tmp_path / "new").exists()
 
 
@@ -208,7 +208,8 @@ def test_the_summary_of_prepared_trajectories_has_the_figures_of_a_hand_count(ru
     """
     assert grade(run, prepared)[0] == 0
     got = summary_of(prepared)
-    means = {name: got[name]["mean"] for name in ("success", "f1", "turns")} | {f"pass@{k}": row["mean"] for k, row in got["pass_at"].items()}
+    intervals = {"success": got["success"], "f1": got["scores"]["f1"], "turns": got["turns"]} | {f"pass@{k}": row for k, row in got["pass_at"].items()}
+    means = {name: row["mean"] for name, row in intervals.items()}
     success = (1 / 2 + 1 / 3) / 3
     assert means == pytest.approx({"success": success, "f1": (5 / 6 + 1 / 3) / 3, "turns": 7 / 3, "pass@1": success, "pass@2": (1 + 2 / 3) / 3})
     assert (got["questions"], got["trajectories"], got["excluded"]) == (3, 7, 1)
@@ -411,6 +412,51 @@ def test_the_released_trajectories_have_their_known_turns_and_browse_ratios(run,
     assert f"{100 * micro:5.1f} %" in stdout
     assert (got["success"] is None) == (kind == "rl")
     assert (tmp_path / "r.html").stat().st_size > 100_000
+
+
+def test_samples_count_in_their_order_and_not_in_that_of_the_file(run, prepared):
+    """A file of rollouts holds the shortest first. Taken as they stand, any-of-first-1 is the success of the quick ones: here 2/3 and not 0."""
+    rows = [better(name, k, prediction=t.ground_truth[0] if k else "no") for t in PREPARED[::2] for name in t.question_id[:1] for k in (1, 0)]
+    rows = list({(t.question_id, t.sample): t for t in rows}.values())
+    assert [t.sample for t in rows[:2]] == [1, 0]
+    write_jsonl(prepared / "t.jsonl", [row.to_json() for row in rows])
+    grade(run, prepared)
+    got = summary_of(prepared)
+    assert (got["any_of_first"]["1"]["mean"], got["success"]["mean"]) == (0.0, 0.5)
+
+
+def test_the_directory_of_an_evaluation_stands_for_its_trajectories(world, run, tmp_path):
+    """Its verdicts, summary and record lie beside them and are no trajectories."""
+    run("eval.py", *arguments(world, tmp_path / "e"))
+    flags = ["--trajectories", tmp_path / "e", "--tokenizer", world / "model", "--output", tmp_path / "again"]
+    code, stdout, stderr = run("eval.py", *flags)
+    assert (code, stderr, summary_of(tmp_path, "again")["success"]) == (0, "", summary_of(tmp_path, "e")["success"])
+
+
+def test_nothing_is_printed_of_what_there_is_none_of(run, prepared):
+    _, stdout, _ = grade(run, prepared)
+    assert "questions: 3 questions, 7 trajectories" in stdout and "1 cut_off" in stdout and "tries again" not in stdout
+    write_jsonl(prepared / "t.jsonl", [better("r", 0, ground_truth=()).to_json()])
+    code, stdout, _ = run("eval.py", "--trajectories", prepared / "t.jsonl", "--tokenizer", prepared, "--output", prepared / "bare")
+    assert code == 0 and {line.split("  ")[1] for line in stdout.splitlines()[1:]} == {"turns", "format-valid turns", "stop reasons", "without a verdict"}
+
+
+def test_the_plan_of_a_remote_policy_needs_no_model_and_names_none(world, run, tmp_path):
+    """--model is then the directory of a tokenizer alone; a plan that reads its config.json, and counts its cache, speaks of a model that is not used."""
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "tokenizer.json").write_bytes((world / "model" / "tokenizer.json").read_bytes())
+    for script in ("rollout.py", "eval.py"):
+        argv = arguments(world, tmp_path / "new" / "t", model=tmp_path / "m", policy="openai:http://127.0.0.1:9/v1:m")
+        code, stdout, stderr = run(script, *argv, "--dry-run")
+        assert (code, stderr) == (0, "") and "rollouts  " in stdout and "KV cache" not in stdout and "parameters" not in stdout
+
+
+def test_the_doctor_of_an_evaluation_tries_its_judge(world, run, tmp_path, monkeypatch):
+    monkeypatch.setenv("JUDGE_API_KEY", "secret-78")
+    with serve(lambda body, _: (401, {"error": {"message": "no such key secret-78"}}, {})) as stub:
+        code, stdout, _ = run("eval.py", *arguments(world, tmp_path / "e", judge=f"openai:{stub.url}:m"), "--doctor")
+    assert code == 2 and "works  model" in stdout and "FAILS  judge      refused" in stdout and "check JUDGE_API_KEY" in stdout
+    assert "secret-78" not in stdout and not (tmp_path / "e").exists()
 
 
 # Trajectories that cannot be graded

@@ -95,7 +95,7 @@ def ran(tmp_path_factory):
     results = run_all(
         sft(world, base / "sft"), igpo(world, model, base / "igpo"), igpo(world, model, base / "grpo", "--ig-turns", "none", *pair),
         sft(world, base / "dry", "--dry-run"), igpo(world, model, base / "dry", "--dry-run"), igpo(world, model, base / "packed" / "igpo", *PACKED),
-        ["train_sft.py", *"--dry-run --world-size 8 --sp 8 --max-length 200000 --gpu-memory 80".split()],
+        ["train_sft.py", *["--dry-run", "--world-size", "8", "--sp", "8", "--max-length", "200000", "--gpu-memory", "80"]],
     )  # fmt: skip
     assert [result["code"] for result in results] == [0] * 7, [result["err"][-1000:] for result in results]
     with tiny_runs.Forked(base) as forked:

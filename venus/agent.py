@@ -5,6 +5,7 @@ at once (malformed turn, duplicate call) -> append the observation -> generate. 
 """
 
 import collections
+import math
 import queue
 import threading
 import time
@@ -12,10 +13,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from venus import protocol
+from venus.draw import noise_key
+from venus.info_gain import GainRule
 from venus.protocol import Action, parse_action
-from venus.sampler import Generation, Sampler, noise_key
+from venus.sampler import Generation, Sampler
 from venus.tokenizer import ChatTokenizer
-from venus.tools.base import Tool, ToolResult, ToolServiceError
+from venus.tools.base import Tool, ToolResult
 from venus.trajectory import Outcome, Question, Trajectory, Turn
 
 CUT_NOTICE = "\n[cut]"
@@ -64,42 +67,57 @@ class _Rollout:
     seconds: dict[str, float] = field(default_factory=lambda: {"model": 0.0, "tool": 0.0})
     since: float = 0.0
     limit: str | None = None  # the limit that made the coming turn the last one
+    values: dict[int, list[float]] = field(default_factory=dict)  # turn -> mean log-prob of each ground truth after it
 
 
 class Agent:
-    """Runs jobs over one sampler. `tools` maps search and visit to callables; `manifest` is copied into every trajectory."""
+    """Runs jobs over one sampler. `tools` maps search and visit to callables; `manifest` is copied into every trajectory.
+
+    gain: score the ground truth behind every observation that counts, while its keys and values are in the cache, and write the turns' gains.
+    cut_off_share: when all but this share of the jobs are done, the others are given up as stragglers; 0 waits for all.
+    """
 
     def __init__(
         self, sampler: Sampler, tokenizer: ChatTokenizer, tools: dict[str, Tool], limits: Limits, *,
-        system: str, run: str, seed: int, manifest: dict,
+        system: str, run: str, seed: int, manifest: dict, gain: GainRule | None = None, cut_off_share: float = 0.0,
     ):  # fmt: skip
         self.sampler, self.tokenizer, self.tools, self.limits = sampler, tokenizer, tools, limits
         self.system, self.run_name, self.seed, self.manifest = system, run, seed, manifest
+        self.gain, self.cut_off_share = gain, cut_off_share
+        self.baselines: dict[str, list[float]] = {}  # question id -> mean log-prob of each ground truth at the question, once its group has begun
         longest = max(len(tokenizer.observation_ids(["", message], closed=False)) for message in protocol.LIMIT_MESSAGES.values())
         self.reserve = longest + limits.max_observation_tokens + 2 * limits.max_turn_tokens  # a turn, its observation, the answering turn
 
-    def run(self, jobs: Iterable[Job]) -> Iterator[Trajectory]:
-        """Yield the trajectory of every job as it finishes. ValueError, before the first one starts, for a prompt longer than the context."""
+    def run(self, jobs: Iterable[Job], should_stop: Callable[[], bool] = lambda: False, *, num_done: int = 0) -> Iterator[Trajectory]:
+        """Yield the trajectory of every job as it finishes. ValueError, before the first one starts, for a prompt longer than the context.
+
+        should_stop is asked before every token; then the trajectories under way are given up. num_done: jobs that were finished before and count for
+        cut_off_share. An agent that gave trajectories up is not to be used again.
+        """
         waiting = collections.deque(jobs)
         for question in {job.question.id: job.question for job in waiting}.values():
             self._prompt_ids(question)
-        return self._run(waiting)
+            self._answers(question)
+        return self._run(waiting, should_stop, math.floor(self.cut_off_share * (num_done + len(waiting))))
 
-    def _run(self, waiting: collections.deque[Job]) -> Iterator[Trajectory]:
+    def _run(self, waiting: collections.deque[Job], should_stop: Callable[[], bool], num_stragglers: int) -> Iterator[Trajectory]:
         active, pool = {}, ToolPool()
-        while waiting or active:
+        while len(waiting) + len(active) > num_stragglers and not should_stop():
             self._admit(waiting, active)
             for generation in self.sampler.step():
                 rollout = active[generation.slot]
                 trajectory = self._end_turn(rollout, generation, pool)
                 if trajectory is not None:
                     yield self._close(active, rollout, trajectory)
-            for slot, result in pool.poll(block=not self.sampler.rows):
-                rollout = active[slot]
-                if isinstance(result, ToolServiceError):
-                    yield self._close(active, rollout, self._trajectory(rollout, None, "tool_error", "tool_error"))
-                else:
-                    self._observe(rollout, result)
+            is_idle = not self.sampler.rows and not (waiting and self.sampler.free) and len(waiting) + len(active) > num_stragglers
+            for slot, result in pool.poll(block=is_idle):
+                self._observe(active[slot], result)
+        if len(waiting) + len(active) <= num_stragglers:
+            for rollout in active.values():
+                yield self._trajectory(rollout, None, "straggler", "cut_off")
+            for job in waiting:
+                prompt_ids = self._prompt_ids(job.question)
+                yield self._trajectory(_Rollout(job, -1, prompt_ids, len(prompt_ids), time.monotonic()), None, "straggler", "cut_off")
 
     def _admit(self, waiting: collections.deque[Job], active: dict[int, _Rollout]) -> None:
         while waiting and self.sampler.free:
@@ -114,6 +132,9 @@ class Agent:
             rollout = _Rollout(job, slot, prompt_ids, len(prompt_ids), time.monotonic())
             active[slot] = rollout
             self._generate(rollout, prompt_ids[-1:])
+            if self.gain and job.question.id not in self.baselines:  # the first of its group: older rows are served first, so no sibling is done before
+                values = self.baselines[job.question.id] = []
+                self._score(rollout, values)
 
     def _prompt_ids(self, question: Question) -> list[int]:
         prompt_ids = self.tokenizer.prompt_ids(self.system, question.question)
@@ -124,6 +145,23 @@ class Agent:
             )
         return prompt_ids
 
+    def _answers(self, question: Question) -> list[list[int]]:
+        """Ids of the ground truths to score; ValueError where one has no room in the context, of which a turn is always left."""
+        if self.gain is None:
+            return []
+        answers = [self.tokenizer.ground_truth_ids(alias) for alias in self.gain.aliases(question.ground_truth)]
+        longest = len(self.tokenizer.answer_prefix_ids) + max(map(len, answers))
+        if longest > self.limits.max_turn_tokens:
+            raise ValueError(
+                f"question {question.id}: scoring its ground truth takes {longest} tokens, and --max-turn-tokens leaves room for "
+                f"{self.limits.max_turn_tokens}: raise it, or use --info-gain packed"
+            )
+        return answers
+
+    def _score(self, rollout: _Rollout, values: list[float]) -> None:
+        """Have the ground truths scored behind what was fed last, and `values` filled before the coming turn ends."""
+        self.sampler.score(rollout.slot, self.tokenizer.answer_prefix_ids, self._answers(rollout.job.question), values.extend)
+
     def _generate(self, rollout: _Rollout, ids: list[int]) -> None:
         rollout.since = time.monotonic()
         key = noise_key(self.seed, rollout.job.question.id, rollout.job.sample, len(rollout.turns))
@@ -131,6 +169,8 @@ class Agent:
 
     def _end_turn(self, rollout: _Rollout, generation: Generation, pool: "ToolPool") -> Trajectory | None:
         rollout.seconds["model"] += time.monotonic() - rollout.since
+        if not generation.ids:  # a remote policy that failed; left out of statistics, and made again when the run is resumed
+            return self._trajectory(rollout, None, "model_error", "tool_error")
         start = len(rollout.ids)
         rollout.ids += generation.ids
         rollout.log_probs += generation.log_probs
@@ -168,7 +208,8 @@ class Agent:
         if turn.action != "malformed":
             turn.tool_status = result.status
             if not turn.duplicate:
-                rollout.seconds["tool"] += time.monotonic() - rollout.since
+                turn.seconds = round(time.monotonic() - rollout.since, 3)
+                rollout.seconds["tool"] += turn.seconds
             if result.status == "ok":  # a failed call registers nothing: its retry is no duplicate
                 rollout.results[protocol.call_signature(Action(turn.action, turn.arguments))] = result
         last_id = rollout.ids[-1]
@@ -181,6 +222,8 @@ class Agent:
         rollout.ids += glue
         turn.obs_end = len(rollout.ids)
         self._generate(rollout, [last_id, *glue])
+        if self.gain and self.gain.scores(turn):
+            self._score(rollout, rollout.values.setdefault(len(rollout.turns) - 1, []))
 
     def _limit(self, rollout: _Rollout, num_tokens: int) -> str | None:
         if len(rollout.turns) + 1 == self.limits.max_turns:
@@ -193,22 +236,25 @@ class Agent:
 
     def _cut(self, body: str) -> str:
         """Shorten an observation to its share of tokens, saying so at its end. What counts is the piece between the tags, newlines included."""
-        keep = limit = self.limits.max_observation_tokens
-        body_ids = self.tokenizer.encode_untrusted(body)
+        keep, limit, body_ids = self.limits.max_observation_tokens, self.limits.max_observation_tokens, None
         while (length := len(self.tokenizer.encode_untrusted(protocol.observation_text(body)))) > limit:
             assert keep, f"max_observation_tokens {limit} cannot hold the {length} of the notice {CUT_NOTICE!r}"
+            body_ids = body_ids or self.tokenizer.encode_untrusted(body)
             keep = max(keep - 8, 0)  # text cut at a token encodes to about as many tokens again, seldom to a few more
             body = self.tokenizer.decode(body_ids[:keep]).rstrip("\ufffd") + CUT_NOTICE
         return body
 
     def _trajectory(self, rollout: _Rollout, prediction: str | None, stop_reason: str, status: str) -> Trajectory:
         question = rollout.job.question
-        return Trajectory(
+        trajectory = Trajectory(
             run=self.run_name, question_id=question.id, sample=rollout.job.sample, seed=self.seed, question=question.question,
             ground_truth=question.ground_truth, prompt_len=rollout.prompt_len, token_ids=rollout.ids, log_probs=rollout.log_probs,
             turns=rollout.turns, prediction=prediction, outcome=Outcome(None, status), stop_reason=stop_reason,
             seconds={name: round(value, 3) for name, value in rollout.seconds.items()}, manifest=self.manifest,
         )  # fmt: skip
+        if self.gain:
+            self.gain.write(trajectory, self.baselines.get(question.id, []), rollout.values)
+        return trajectory
 
     def _close(self, active: dict[int, _Rollout], rollout: _Rollout, trajectory: Trajectory) -> Trajectory:
         del active[rollout.slot]
@@ -231,8 +277,8 @@ class ToolPool:
         self.pending[self.count] = (slot, time.monotonic() + seconds, seconds)
         threading.Thread(target=self._work, args=(self.count, call), daemon=True).start()
 
-    def poll(self, *, block: bool) -> list[tuple[int, ToolResult | ToolServiceError]]:
-        """Results that have come, as (slot, result); with `block` wait for the first one or the next deadline. What else a call raised is raised here."""
+    def poll(self, *, block: bool) -> list[tuple[int, ToolResult]]:
+        """Results that have come, as (slot, result); with `block` wait for the first one or the next deadline. What a call raised is raised here."""
         results = []
         while self.pending:
             due = min(due for _, due, _ in self.pending.values())
@@ -242,7 +288,7 @@ class ToolPool:
                 break
             if number not in self.pending:
                 continue  # given up earlier, came back after all
-            if isinstance(outcome, Exception) and not isinstance(outcome, ToolServiceError):
+            if isinstance(outcome, Exception):
                 raise outcome
             results.append((self.pending.pop(number)[0], outcome))
         for number in [number for number, (_, due, _) in self.pending.items() if due <= time.monotonic()]:
@@ -254,7 +300,7 @@ class ToolPool:
         outcome = RuntimeError("a tool call died; its traceback stands above")
         try:
             outcome = call()
-        except (ToolServiceError, ValueError, OSError) as error:
+        except (ValueError, OSError) as error:  # of these, ToolServiceError
             outcome = error
         finally:  # anything else ends this thread with its traceback, and the run
             self.done.put((number, outcome))

@@ -35,7 +35,6 @@ def summarise(questions: Sequence[Question], trajectories: Sequence[Trajectory],
     success                    Interval of correct; whatever has no verdict is wrong
     success_graded             Interval of correct among those graded
     scores                     {name: Interval}: em, f1 and what the judge measured (precision, recall, ..); whatever lacks the score has 0
-    f1                         scores["f1"]
     samples                    samples of the question that has fewest: the n of the next three
     pass_at                    {k: Interval}, unbiased; k = "1", "2", "4", .. and n
     any_of_first               {k: Interval}: one of the first k is correct. Another estimator: never call it pass@k
@@ -61,7 +60,7 @@ def summarise(questions: Sequence[Question], trajectories: Sequence[Trajectory],
     rows = list(zip(trajectories, verdicts, strict=True))
     statuses = Counter(t.outcome.status for t in trajectories)
     calls = [[(turn.action, num_items(turn)) for turn in t.turns if is_call(turn)] for t in ended]
-    right = [row["verdict"] == "correct" if has_truth(row) else None for t, row in rows if finished(t)]
+    right = [{"correct": True, "incorrect": False}.get(row["verdict"]) for t, row in rows if finished(t)]  # an outage of the judge is no wrong answer
     turns = [turn for t in ended for turn in t.turns]
     made = [turn for turn in turns if is_call(turn)]
     duplicates = sum(turn.duplicate for turn in made)
@@ -87,7 +86,7 @@ def summarise(questions: Sequence[Question], trajectories: Sequence[Trajectory],
 
 def _verdict_figures(rows: list[tuple[Trajectory, dict]], how: dict) -> dict:
     """The figures of summarise that need a ground truth, each None without one."""
-    names = ("success", "success_graded", "scores", "f1", "samples", "pass_at", "any_of_first", "majority", "leaks")
+    names = ("success", "success_graded", "scores", "samples", "pass_at", "any_of_first", "majority", "leaks")
     if not rows:
         return dict.fromkeys(names)
     ids, correct = [t.question_id for t, _ in rows], [row["verdict"] == "correct" for _, row in rows]
@@ -105,7 +104,7 @@ def _verdict_figures(rows: list[tuple[Trajectory, dict]], how: dict) -> dict:
     leaked = Counter(string for _, row in rows for string in row["leaks"])
     ks = stats.pass_ks(samples)
     values = (
-        mean(correct, every), mean(correct, graded), scores, scores.get("f1"), samples,
+        mean(correct, every), mean(correct, graded), scores, samples,
         {str(k): asdict(stats.mean_pass_at_k(correct, ids, k, **how)) for k in ks},
         {str(k): asdict(stats.any_of_first_k(correct, ids, k, **how)) for k in ks},
         asdict(stats.majority_vote(answers, correct, ids, **how)),

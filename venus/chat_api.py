@@ -89,9 +89,9 @@ def _read(reply: Reply, read):
         raise TryError(f"no such answer: {' '.join(reply.text.split())[:200]}") from None
 
 
-def parse_endpoint(spec: str, flag: str) -> tuple[str, str]:
-    """Split openai:BASE_URL:MODEL into base url and model; ValueError names the flag."""
+def parse_endpoint(spec: str, flag: str, *others: str) -> tuple[str, str]:
+    """Split openai:BASE_URL:MODEL into base url and model; ValueError names the flag and what else it takes."""
     found = ENDPOINT.fullmatch(spec)
     if not found:
-        raise ValueError(f"{flag} {spec!r}: give openai:BASE_URL:MODEL, such as openai:http://127.0.0.1:8000/v1:qwen3")
+        raise ValueError(f"{flag} {spec!r}: give {', '.join(others)}{' or ' * bool(others)}openai:BASE_URL:MODEL, such as openai:http://127.0.0.1:8000/v1:qwen3")
     return found[1], found[2]

@@ -36,6 +36,7 @@ from venus.prune import Account, drop, keep_valid, prune
 from venus.record import save_run
 from venus.rows import aliases_of, count_lines, decode, raw_rows, row_files
 from venus.tokenizer import ChatTokenizer
+from venus.tools.options import Keys
 from venus.verdicts import PROMPTS, Verdict
 
 STEPS = ("read", "aligned", "pruned", "fitting", "correct")
@@ -60,7 +61,7 @@ class CleanConfig:
     max_length: int = option(200_000, help="longest row kept", unit="tokens")
     overlong: str = option("drop", help="longer rows: drop, or cut the last turns before the answer", choices=("drop", "cut"))
     # 3 correctness
-    judge: str = option("match", help="openai:BASE_URL:MODEL (key: OPENAI_API_KEY), match (offline: equal, or contained), em (equal) or none")
+    judge: str = option("match", help="openai:BASE_URL:MODEL (key: JUDGE_API_KEY or OPENAI_API_KEY), match (offline: equal, or contained), em (equal) or none")
     judge_calls: int = option(16, help="judge calls under way at once")
     verdicts: str | None = option(None, help="file of the cached verdicts (absent: OUTPUT.verdicts.jsonl)")
     # 4 resampling and split
@@ -175,7 +176,7 @@ def _line(obj: dict) -> str:
     return json.dumps(obj, ensure_ascii=False) + "\n"
 
 
-def main(cfg: CleanConfig, api_key: str | None = None) -> None:
+def main(cfg: CleanConfig, keys: Keys) -> None:
     """Clean all rows of the input in one pass, or go on with an interrupted one, and put the result in place whole."""
     out, partial = Path(cfg.output), Path(f"{cfg.output}.partial")
     files = [file for path in cfg.input for file in row_files(path)]
@@ -187,7 +188,7 @@ def main(cfg: CleanConfig, api_key: str | None = None) -> None:
         load_tokenizer(cfg.tokenizer)  # a wrong path fails here, in one line
     copies = [COPIES.format(k) for k in range(1, max(cfg.copies))] if cfg.materialise else []
     verdicts = Path(cfg.verdicts or f"{cfg.output}.verdicts.jsonl")
-    with open_judge(cfg.judge, api_key, verdicts, cfg.judge_calls) as judge, closing(Journal(partial, [*FILES, *copies], settings)) as journal:
+    with open_judge(cfg.judge, keys.judge, verdicts, cfg.judge_calls) as judge, closing(Journal(partial, [*FILES, *copies], settings)) as journal:
         clean_files(cfg, files, judge, journal)
         stats = summary(cfg, journal)
     for name in copies:
@@ -268,4 +269,4 @@ def print_table(stats: dict) -> None:
 
 
 if __name__ == "__main__":
-    run(functools.partial(main, api_key=os.environ.get("OPENAI_API_KEY")), CleanConfig, "Raw agent trajectories to SFT rows.")
+    run(functools.partial(main, keys=Keys.read(os.environ)), CleanConfig, "Raw agent trajectories to SFT rows.")

@@ -95,14 +95,17 @@ ENDED_BY = {"time_limit": "cut_off", "straggler": "cut_off", "model_error": "too
 
 
 def read_rollouts(paths: Sequence[str], tokenizer: ChatTokenizer) -> list[Trajectory]:
-    """Read trajectories from files, directories and glob patterns: of our schema, or as other runners write them, mixed at will.
+    """Read trajectories from files, directories (of those with a trajectories.jsonl, as evaluations have, that file alone) and glob patterns: of our
+    schema, or as other runners write them, mixed at will.
 
     DR-Venus: {request_id, sample_idx, messages, finished} in training, {question, messages, termination} else; Tongyi: {question, answer, messages,
     prediction, termination}. Their predictions are read anew from the last turn. A row without sample_idx gets the number of rows of its question
     before it. ValueError: no file, a bad row, an end that TERMINATIONS does not know.
     """
     trajectories, counts = [], Counter()
-    for file in (file for path in paths for found in (sorted(glob.glob(path)) or [path]) for file in row_files(found)):
+    found = [Path(name) for path in paths for name in (sorted(glob.glob(str(path))) or [path])]
+    found = [path / "trajectories.jsonl" if (path / "trajectories.jsonl").is_file() else path for path in found]
+    for file in (file for path in found for file in row_files(path)):
         for where, row in rows_of(file):
             if isinstance(row, dict) and "schema" in row:
                 trajectories.append(Trajectory.from_json(row, where))

@@ -8,7 +8,6 @@ directory to start anew.
 """
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -17,7 +16,7 @@ from pathlib import Path
 
 from venus.cli import STOPPED, option, run
 from venus.data import to_messages
-from venus.jsonl import read_jsonl
+from venus.jsonl import read_jsonl, write_json
 from venus.model import Qwen3, Qwen3Config
 from venus.plot_svg import write_svg_curve
 from venus.record import save_run
@@ -192,13 +191,6 @@ def print_trajectory(trajectory: Trajectory, tokenizer: ChatTokenizer) -> None:
     for message in to_messages(trajectory, tokenizer)["messages"][2:]:
         print(f"   {'agent' if message['role'] == 'assistant' else 'tool':6}{' '.join(message['content'].split())}")
     print(f"   ({trajectory.stop_reason}; prediction: {trajectory.prediction})")
-
-
-def write_json(path: Path, obj: dict) -> None:
-    """Write a JSON file by rename."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(obj, indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
 
 
 if __name__ == "__main__":

@@ -21,8 +21,10 @@ PAGE = "https://example.com/"  # that a reader is tried on
 SECONDS = 30.0  # for one call
 
 
-def diagnose(model: str, options: ToolOptions, keys: Keys, policy: ChatClient | None, *, page: str = PAGE) -> bool:
-    """Print a line for each part that is configured, and return whether all of them work. policy None: the model in the directory samples."""
+def diagnose(model: str, options: ToolOptions, keys: Keys, policy: ChatClient | None, judge: ChatClient | None = None, *, page: str = PAGE) -> bool:
+    """Print a line for each part that is configured, and return whether all of them work. policy None: the model in the directory samples; judge
+    None: no model grades.
+    """
     checks: list[tuple[str, Callable[[], str], str]] = []  # name, try it: what is seen, fix
     if policy is None:
         checks += [("model", lambda: _model(model), "copy the model's files anew"), ("kernels", _kernels, "use another GPU, or --kernel torch")]
@@ -37,6 +39,8 @@ def diagnose(model: str, options: ToolOptions, keys: Keys, policy: ChatClient | 
             ("reader", lambda: _read(options, keys, page), "check JINA_API_KEY, its balance and --reader-base, or use --reader fetch"),
             ("summary", lambda: _chat(options.summary_client(keys)), "check SUMMARY_API_KEY or OPENAI_API_KEY, and --summary"),
         ]
+    if judge is not None:
+        checks.append(("judge", lambda: _chat(judge), "check JUDGE_API_KEY or OPENAI_API_KEY, and --judge"))
     results = [_passes(*check) for check in checks]  # all of them: the first failure hides none
     return all(results)
 

@@ -62,11 +62,22 @@ def interval(found: dict | None) -> Html | None:
     return None if found is None else Html(f"{100 * found['mean']:.1f} % <small>[{100 * found['low']:.1f}, {100 * found['high']:.1f}]</small>")
 
 
+def clock(seconds: float) -> str | None:
+    """Seconds; 0 is what trajectories have that others made."""
+    return f"{seconds:,.1f}" if seconds else None
+
+
 def table(caption: str, columns: Sequence[str], rows: Sequence[tuple], kind: str = "n") -> str:
-    """A table; the first cell of a row is its head, the others are numbers (kind n) or text that wraps (long)."""
+    """A table; the first cell of a row is its head, the others are numbers (kind n) or text that wraps (long). Without the rows that hold nothing, and
+    empty when none is left.
+    """
+    rows = [row for row in rows if any(value is not None for value in row[1:])]
+    if not rows:
+        return ""
     heads = "".join(f'<th class="{kind}">{cell(name)}</th>' for name in columns)
     body = "".join(f"<tr><th>{cell(first)}</th>{''.join(f'<td class={kind}>{cell(value)}</td>' for value in rest)}</tr>\n" for first, *rest in rows)
-    return f'<div class="wide"><h3>{cell(caption)}</h3><table><thead><tr><th></th>{heads}</tr></thead><tbody>\n{body}</tbody></table></div>'
+    title = f"<h3>{cell(caption)}</h3>" * bool(caption)
+    return f'<div class="wide">{title}<table><thead><tr><th></th>{heads}</tr></thead><tbody>\n{body}</tbody></table></div>'
 
 
 # of analysis.summarise: what a row says -> where it stands there, how it is written
@@ -81,10 +92,10 @@ FIGURES: dict[str, dict[str, tuple[str, Callable]]] = {
         for key, label in (("browse", "by call"), ("browse_macro", "mean of trajectories"), ("browse_items", "by item"))
     },
     "Effort": {
-        "turns, mean": ("turns.mean", "{:.2f}".format), "sampled tokens, mean": ("tokens.sampled.mean", round),
+        "turns, mean over questions": ("turns.mean", "{:.2f}".format), "sampled tokens, mean": ("tokens.sampled.mean", round),
         "context at the end, median": ("tokens.context.median", int), "context at the end, most": ("tokens.context.most", int),
         "calls made before": ("duplicate_calls.share", percent), "format-valid turns": ("format_valid_share", percent),
-        "reliable sources": ("reliable_share", percent), "seconds, model": ("seconds.model", round), "seconds, tools": ("seconds.tool", round),
+        "reliable sources": ("reliable_share", percent), "seconds, model": ("seconds.model", clock), "seconds, tools": ("seconds.tool", clock),
     },
 }  # fmt: skip
 
@@ -136,14 +147,13 @@ def tables(runs: Sequence[Run]) -> list[str]:
         counts("Why the wrong ones failed", names, [at(run, "failures") for run in runs]),
         counts("Stop reasons", names, [at(run, "stop_reasons") for run in runs]), counts("Tool calls by status", names, statuses),
     ]  # fmt: skip
-    leaks = [at(run, "leaks.strings") or {} for run in runs]
-    return [*found, counts("Strings of the leak guard that were seen", names, leaks)] if any(leaks) else found
+    return [*found, counts("Strings of the leak guard that were seen", names, [at(run, "leaks.strings") or {} for run in runs])]
 
 
 def counts(caption: str, names: Sequence[str], columns: Sequence[dict[str, int]]) -> str:
-    """A table of counts and their shares by name, a column a run."""
+    """A table of counts and their shares by name, a column a run; what nowhere occurs is left out."""
     rows = []
-    for name in dict.fromkeys(name for column in columns for name in column):
+    for name in dict.fromkeys(name for column in columns for name, number in column.items() if number):
         numbers = [(column.get(name, 0), sum(column.values()) or 1) for column in columns]
         rows.append((name.replace("_", " "), *(Html(f"{number:,} <small>{percent(number / total)}</small>") for number, total in numbers)))
     return table(caption, names, rows)
@@ -163,7 +173,7 @@ def plots(runs: Sequence[Run]) -> list[str]:
         shares = [100 * sum(histogram.get(n, 0) for n in range(b * width, (b + 1) * width)) / sum(histogram.values()) for b in bins]
         edges = [b * width - 0.5 for b in (*bins, bins.stop)]
         turns.append(Curve([x for x in edges for _ in range(2)], [0, *(share for share in shares for _ in range(2)), 0], run.name, color, filled=True))
-    found = [svg_curves(samples, "Success by number of samples", "samples k", "% of questions")] if samples else []
+    found = [svg_curves(samples, "Success by number of samples", "samples k", "% of questions", y_range=(0, 100))] if samples else []
     return [*found, svg_curves(turns, "Turns", "turns", "% of trajectories")]
 
 
@@ -180,7 +190,7 @@ def comparison(first: Run, second: Run) -> str:
     asked = {t.question_id: t.question for run in (first, second) for t in run.trajectories}
     for name, word in (("gained", "rose"), ("lost", "fell")):
         rows = [(asked.get(question, question), marks(second, question), marks(first, question)) for question in found[name]]
-        flips = table("", [second.name, first.name], rows, "long") if rows else ""
+        flips = table("", [second.name, first.name], rows, "long")
         parts.append(f'<details class="fold"><summary>{len(rows):,} questions whose success {word}</summary>{flips}</details>')
     return "\n".join(parts)
 

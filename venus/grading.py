@@ -10,15 +10,13 @@ from collections.abc import Sequence
 
 from venus.judge import Case, Judge
 from venus.protocol import IM_END
-from venus.rewards import exact_match, f1_score
+from venus.rewards import answer_seen, exact_match, f1_score
 from venus.tokenizer import ChatTokenizer
-from venus.tools.offline import words
 from venus.trajectory import Trajectory, Turn
 
 # Of a wrong trajectory, in order of precedence: the first that applies (`failure_of`).
 FAILURES = ("infrastructure", "judge_error", "loop", "truncated", "format", "evidence_not_seen", "evidence_seen")
 TRUNCATED = ("turn_limit", "context_limit", "token_limit", "time_limit", "straggler")
-ARTICLES = {"a", "an", "the"}
 ADDRESS = re.compile(r"""https?://[^\s"'<>\\]+""")
 MIN_DUPLICATES, MAX_REPEATS, TAIL = 3, 5, 50  # a loop: so many calls made before, or the last 50 characters of a turn more than 5 times in it
 
@@ -38,24 +36,10 @@ def observations(trajectory: Trajectory, tokenizer: ChatTokenizer) -> str:
     return "\n".join(tokenizer.decode(trajectory.token_ids[turn.end : turn.obs_end]) for turn in trajectory.turns)
 
 
-def answer_seen(text: str, aliases: Sequence[str]) -> bool:
-    """Whether an alias stands in the text: its words next to each other, punctuation, case and articles aside.
-
-    Needs no model and errs to yes: "2" or "Paris" stand in many pages that say nothing on the question.
-    """
-    said = _plain(text)
-    return any(_plain(alias).strip() and _plain(alias) in said for alias in aliases)
-
-
-def _plain(text: str) -> str:
-    text = text.replace("\\n", " ")  # search results are JSON, where a newline is two characters
-    return f" {' '.join(word for word in words(text) if word not in ARTICLES)} "
-
-
 def failure_of(trajectory: Trajectory, verdict: str, text: str, tokenizer: ChatTokenizer) -> str | None:
     """Return why a trajectory is wrong, one of FAILURES; None when it is correct or has no ground truth. text: its `observations`.
 
-    infrastructure     a tool service or the model's endpoint was down
+    infrastructure     a tool service or the model's endpoint was down, or none of its searches, or of its visits, was answered
     judge_error        it ended and the judge gave no verdict
     loop               half of its calls or more (at least 3) repeat an earlier one, or the last turn repeats its end more than 5 times
     truncated          a limit of turns, context, tokens or time cut it short: stop_reason, with the forced answer that it may have given
@@ -69,6 +53,8 @@ def failure_of(trajectory: Trajectory, verdict: str, text: str, tokenizer: ChatT
         return "infrastructure"
     if verdict == "error" and finished(trajectory):
         return "judge_error"
+    if any(_unanswered(trajectory, kind) for kind in ("search", "visit")):
+        return "infrastructure"
     if _loops(trajectory, tokenizer):
         return "loop"
     if trajectory.stop_reason in TRUNCATED:
@@ -76,6 +62,11 @@ def failure_of(trajectory: Trajectory, verdict: str, text: str, tokenizer: ChatT
     if trajectory.prediction is None:
         return "format"
     return "evidence_seen" if answer_seen(text, trajectory.ground_truth) else "evidence_not_seen"
+
+
+def _unanswered(trajectory: Trajectory, kind: str) -> bool:
+    statuses = {turn.tool_status for turn in trajectory.turns if turn.action == kind and is_call(turn)}
+    return bool(statuses) and statuses <= {"error", "timeout"}
 
 
 def _loops(trajectory: Trajectory, tokenizer: ChatTokenizer) -> bool:

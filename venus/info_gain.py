@@ -11,7 +11,7 @@ Shapes: N packed tokens  T turns  L answer tokens.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,12 +19,13 @@ from tqdm import tqdm
 
 from kernels.launch import KERNELS
 from venus import cli
-from venus.attention import CachedLayout, Layout, Span
+from venus.attention import Layout, Span
 from venus.cache import KVCache
+from venus.cached_attention import CachedLayout
 from venus.igpo import info_gains, scored_turns
 from venus.model import Qwen3
 from venus.tokenizer import ChatTokenizer
-from venus.trajectory import Trajectory, read_trajectories
+from venus.trajectory import Trajectory, Turn, read_trajectories
 from venus.weights import load_for_inference
 
 
@@ -125,31 +126,59 @@ def _new_cache(model: Qwen3, capacity: int) -> KVCache:
         num_layers=config.num_hidden_layers, num_rows=1, capacity=capacity, num_kv_heads=config.num_key_value_heads, head_dim=config.head_dim,
         dtype=weight.dtype, device=weight.device,
     )  # fmt: skip
-    cache.reserve(capacity)
+    cache.reserve(0, capacity)
     return cache
+
+
+@dataclass(frozen=True)
+class GainRule:
+    """Which turns are scored against which ground truths: ig_turns and ig_value as in `igpo.AdvantageConfig`.
+
+    ig_alias "first": v of the first alias of the ground truth. "max": at every cut the largest v over all aliases.
+    """
+
+    ig_turns: str
+    ig_value: str = "log_prob"
+    ig_alias: str = "first"
+
+    def aliases(self, ground_truth: Sequence[str]) -> Sequence[str]:
+        """The ground truths to score."""
+        return ground_truth if self.ig_alias == "max" else ground_truth[:1]
+
+    def chosen(self, trajectory: Trajectory) -> list[bool]:
+        """For each turn, whether the ground truth is scored after it."""
+        return scored_turns([turn.action for turn in trajectory.turns], [turn.tool_status for turn in trajectory.turns], self.ig_turns)
+
+    def scores(self, turn: Turn) -> bool:
+        """Whether the ground truth is scored after a turn that another one follows."""
+        return scored_turns([turn.action, "answer"], [turn.tool_status, None], self.ig_turns)[0]
+
+    def write(self, trajectory: Trajectory, baseline: Sequence[float], values: Mapping[int, Sequence[float]]) -> None:
+        """Write the information gain of every chosen turn into the trajectory, in place; the other turns get None.
+
+        baseline: v of each alias at the question; values: v of each alias after turn t. Both may be empty where no turn is chosen.
+        """
+        chosen = self.chosen(trajectory)
+        gains = [None] * len(chosen)
+        if any(chosen):
+            gains = info_gains([max(values[t]) if is_scored else None for t, is_scored in enumerate(chosen)], max(baseline), self.ig_value)
+        for turn, gain in zip(trajectory.turns, gains, strict=True):
+            turn.info_gain = gain  # None, too: a gain of an earlier scoring must not survive under other rules
 
 
 def score_turns(
     model: Qwen3, tokenizer: ChatTokenizer, trajectories: Sequence[Trajectory], *, ig_turns: str, ig_value: str = "log_prob", ig_alias: str = "first",
     max_tokens: int = 65536, kernel: str = "auto",
 ) -> None:  # fmt: skip
-    """Write the information gain of every turn that `igpo.scored_turns` chooses into the trajectories, in place; the other turns get None.
-
-    ig_alias "first": v of the first alias of the ground truth. "max": at every cut the largest v over all aliases.
-    """
-    chosen = [scored_turns([turn.action for turn in t.turns], [turn.tool_status for turn in t.turns], ig_turns) for t in trajectories]
-    for turn in (turn for trajectory in trajectories for turn in trajectory.turns):
-        turn.info_gain = None  # a gain of an earlier scoring must not survive under other rules
-    todo = [(t, mask) for t, mask in zip(trajectories, chosen, strict=True) if any(mask)]
-    aliases = [t.ground_truth if ig_alias == "max" else t.ground_truth[:1] for t, _ in todo]
-    items = [cuts_of(t, mask, tokenizer, alias) for (t, mask), names in zip(todo, aliases, strict=True) for alias in names]
-    values = iter(score_ground_truth(model, items, max_tokens=max_tokens, kernel=kernel))
-    for (trajectory, mask), names in zip(todo, aliases, strict=True):
-        baseline, *after = (max(column) for column in zip(*(next(values) for _ in names), strict=True))
-        scores = iter(after)
-        gains = info_gains([next(scores) if is_scored else None for is_scored in mask], baseline, ig_value)
-        for turn, gain in zip(trajectory.turns, gains, strict=True):
-            turn.info_gain = gain
+    """Write the information gain of every turn that `igpo.scored_turns` chooses into the trajectories, in place; the other turns get None."""
+    rule = GainRule(ig_turns, ig_value, ig_alias)
+    chosen = [rule.chosen(trajectory) for trajectory in trajectories]
+    aliases = [rule.aliases(t.ground_truth) if any(mask) else () for t, mask in zip(trajectories, chosen, strict=True)]
+    items = [cuts_of(t, mask, tokenizer, alias) for t, mask, names in zip(trajectories, chosen, aliases, strict=True) for alias in names]
+    scored = iter(score_ground_truth(model, items, max_tokens=max_tokens, kernel=kernel))
+    for trajectory, mask, names in zip(trajectories, chosen, aliases, strict=True):
+        baseline, *after = list(zip(*(next(scored) for _ in names), strict=True)) or [()]
+        rule.write(trajectory, baseline, dict(zip((t for t, is_scored in enumerate(mask) if is_scored), after, strict=True)))
 
 
 @torch.no_grad()

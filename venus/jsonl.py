@@ -74,3 +74,10 @@ def write_jsonl(path: str | os.PathLike, objs: Iterable[dict]) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_json(path: str | os.PathLike, obj: dict) -> None:
+    """Write one object to a file of its own, indented, by rename."""
+    temporary = Path(f"{path}.tmp")
+    temporary.write_text(json.dumps(obj, indent=2) + "\n", encoding="utf-8")
+    os.replace(temporary, path)

@@ -13,9 +13,9 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from venus.chat_api import ENDPOINT, ChatClient, ChatError, ChatRequestError
+from venus.chat_api import ChatClient, ChatError, ChatRequestError, parse_endpoint
 from venus.jsonl import append_jsonl, read_jsonl, repair_tail
-from venus.rewards import answer_tokens, exact_match, outcome_of
+from venus.rewards import answer_seen, exact_match, outcome_of
 from venus.verdicts import PROMPTS, Verdict, item_scores, read_items
 
 
@@ -36,19 +36,8 @@ Judge = Callable[[Sequence[Case]], list[Verdict]]
 
 def match(cases: Sequence[Case]) -> list[Verdict]:
     """Judge offline: correct when the normal forms are equal, or an alias's words stand in the prediction next to each other."""
-    verdicts = []
-    for case in cases:
-        said = answer_tokens(_ascii_punctuation(case.prediction or ""))
-        wanted = [tokens for alias in case.aliases if (tokens := answer_tokens(_ascii_punctuation(alias)))]
-        contained = any(said[k : k + len(tokens)] == tokens for tokens in wanted for k in range(len(said)))
-        verdicts.append(Verdict("correct" if contained or exact_match(case.prediction, case.aliases) else "incorrect", case.prediction))
-    return verdicts
-
-
-def _ascii_punctuation(text: str) -> str:
-    """Fold full-width and typographic forms, which the normal form of the rewards keeps: every dash is "-", other such punctuation goes."""
-    kinds = ((c, unicodedata.category(c)) for c in unicodedata.normalize("NFKC", text))
-    return "".join("-" if kind == "Pd" else "" if kind[0] == "P" and not c.isascii() else c for c, kind in kinds)
+    right = [exact_match(case.prediction, case.aliases) or answer_seen(case.prediction or "", case.aliases) for case in cases]
+    return [Verdict("correct" if ok else "incorrect", case.prediction) for ok, case in zip(right, cases, strict=True)]
 
 
 def _by_reward(kind: str) -> Judge:
@@ -146,12 +135,8 @@ def _folded(text: str) -> str:
 
 def parse_judge(spec: str) -> tuple[str, str] | None:
     """Split openai:BASE_URL:MODEL into base url and model, None for the name of a rule and `none`. ValueError for anything else."""
-    if spec in (*RULES, "none"):
-        return None
-    found = ENDPOINT.fullmatch(spec)
-    if not found:
-        raise ValueError(f"judge {spec!r}: give {', '.join(RULES)}, none or openai:BASE_URL:MODEL, such as openai:http://127.0.0.1:8000/v1:qwen3")
-    return found[1], found[2]
+    rules = (*RULES, "none")
+    return None if spec in rules else parse_endpoint(spec, "judge", *rules)
 
 
 @contextmanager

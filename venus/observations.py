@@ -32,6 +32,7 @@ RANK = re.compile(r"(\d{1,4})\.[ \t]+\[")
 FIELD = re.compile(r"(date published|date updated|source)[ \t]*:[ \t]*(.*)", re.IGNORECASE)
 FAILED_QUERY = re.compile(r"\s*(No results found for |Google search Timeout)")
 ERROR = re.compile(r"(Tool execution error|Error: Tool |Error fetching |Tool returned empty response|\[(search|visit|document_parser)\] )", re.IGNORECASE)
+LIVE_FAILURE = re.compile(r"(\[.*\]\n)?The search for .* failed: ")  # protocol.FAILED_SEARCH, behind the JSON of the queries that were answered
 UNREADABLE = ("The webpage content could not be processed, and therefore, no information is available.", NOT_FOUND)
 LIMIT = re.compile(r"\b(limit|maximum|reached|exceed\w*)\b", re.IGNORECASE)
 LIMIT_KINDS = (("context_limit", re.compile(r"context|token|length", re.IGNORECASE)), ("time_limit", re.compile(r"\btime", re.IGNORECASE)))
@@ -64,13 +65,17 @@ def convert(name: str, arguments: dict, body: str) -> tuple[str, str]:
         return body, "timeout"
     if ERROR.match(body.strip()) or body.strip() == protocol.TOOL_ERROR_MESSAGE or body.strip() in protocol.LIMIT_MESSAGES.values():
         return body, "error"
-    return _convert_search(arguments["query"], body) if name == "search" else (body, _visit_status(arguments["goal"], body))
+    if name == "visit":
+        return body, _visit_status(arguments["goal"], body)
+    if live := LIVE_FAILURE.match(body):  # of our own tools: what was answered, and a line for each query that failed
+        return body, "ok" if any(hits for _, hits in _read_json(live[1] or "") or ()) else "error"
+    return _convert_search(arguments["query"], body)
 
 
 def _visit_status(goal: str, body: str) -> str:
     """`empty` when no page of the visit could be read or none had anything on the goal."""
-    empty = (*UNREADABLE, f"nothing on {goal}")
-    return "empty" if all(page.strip().endswith(tuple(f"Summary: \n{text}" for text in empty)) for page in body.split(SEPARATOR)) else "ok"
+    said = [page.rpartition("Summary: \n")[2].strip() for page in body.split(SEPARATOR)]
+    return "empty" if all(text in (*UNREADABLE, f"nothing on {goal}") or text.startswith(protocol.UNREAD_PAGE) for text in said) else "ok"
 
 
 def _convert_search(queries: Sequence[str], body: str) -> tuple[str, str]:

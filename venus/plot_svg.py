@@ -24,14 +24,15 @@ class Curve:
     filled: bool = False  # down to the axis
 
 
-def nice_ticks(low, high, num=5):
-    """Return about num round numbers (1, 2 or 5 times a power of ten apart) covering [low, high], ends included; low == high is widened.
+def nice_ticks(low, high, num=5, least=0.0):
+    """Return about num round numbers (1, 2 or 5 times a power of ten apart, and no less than `least`) covering [low, high], ends included; low == high
+    is widened, 0 upwards.
 
     nice_ticks(0.1, 0.83) -> [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
     """
     if low == high:
-        low, high = low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
-    raw = (high - low) / num
+        low, high = low - abs(low) / 2, high + abs(high) / 2 or 1.0
+    raw = max((high - low) / num, least)
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * (1 - 1e-9))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
@@ -42,15 +43,18 @@ def _text(x, y, content, *, anchor="middle", size=12, extra=""):
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}"{extra}>{html.escape(content)}</text>'
 
 
-def svg_curves(curves: Sequence[Curve], title: str, x_label: str, y_label: str) -> str:
-    """Return an SVG element: curves with axes, ticks, labels and the names. ValueError: no points, unequal lengths, NaN or infinity."""
+def svg_curves(curves: Sequence[Curve], title: str, x_label: str, y_label: str, *, y_range: tuple[float, ...] = ()) -> str:
+    """Return an SVG element: curves with axes, ticks, labels and the names. x counts something (whole ticks); y_range: values that the axis shows in any case.
+
+    ValueError: no points, unequal lengths, NaN or infinity.
+    """
     for curve in curves:
         if not curve.xs or len(curve.xs) != len(curve.ys):
             raise ValueError(f"{len(curve.xs)} x values and {len(curve.ys)} y values for the curve {title!r}; as many of both are needed, and one at least")
         if not all(math.isfinite(value) for value in (*curve.xs, *curve.ys)):
             raise ValueError(f"the curve {title!r} has values that are not finite; leave those points out")
     xs, ys = ([value for curve in curves for value in getattr(curve, axis)] for axis in ("xs", "ys"))
-    x_ticks, y_ticks = nice_ticks(min(xs), max(xs)), nice_ticks(min(ys), max(ys))
+    x_ticks, y_ticks = nice_ticks(min(xs), max(xs), least=1.0), nice_ticks(min([*ys, *y_range]), max([*ys, *y_range]))
     named = [curve for curve in curves if curve.name]
     top, right, floor = TOP + LEGEND_STEP * len(named), WIDTH - RIGHT, HEIGHT - BOTTOM
     middle = (top + floor) / 2

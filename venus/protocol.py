@@ -46,6 +46,8 @@ LIMIT_MESSAGES = {
     "time_limit": f"The limit on time is reached. {_ANSWER_NOW}",
 }
 TOOL_ERROR_MESSAGE = "The tool failed on this call. Try again or continue another way."
+FAILED_SEARCH = "The search for {!r} failed: {}".format  # call it with the query and what went wrong
+UNREAD_PAGE = "This page could not be read: "  # and why, in place of the summary
 TIMEOUT_MESSAGE = "Tool execution timed out after {:g} seconds.".format  # call it with the seconds
 _TIMEOUT = re.compile(r"Tool execution timed out after [\d.]+ seconds\.")
 

@@ -1,7 +1,5 @@
 """The report people look at: one self-contained HTML file with figures, a paired comparison and every trajectory, readable offline.
 
-    python -m venus.report --run runs/eval --baseline runs/eval_sft --tokenizer DIR --output report.html
-
     write_report("report.html", "GAIA", [Run("igpo", trajectories, tokenizer, verdicts, summary), Run("sft", ...)], baseline="sft")
 
 `summary` is eval.py's summary.json, `verdicts` are the rows of its verdicts.jsonl. A run without them (rollouts of a training step, released
@@ -20,12 +18,9 @@ import os
 import re
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from venus import cli
-from venus.analysis import check_alike
-from venus.figures import Run, at, figures, shown
+from venus.figures import Run, figures, shown
 from venus.jsonl import read_jsonl
 from venus.tokenizer import ChatTokenizer
 from venus.trajectory import Trajectory, Turn, read_trajectories
@@ -82,7 +77,7 @@ def index_of(runs: Sequence[Run]) -> dict:
             rows.append({
                 "run": run.name, "link": run.link(t.question_id, t.sample), "asked": asked, "sample": t.sample, "prediction": t.prediction,
                 "turns": len(t.turns), "tokens": len(t.token_ids), "stop_reason": t.stop_reason, "verdict": row["verdict"],
-                "failure": "leak suspected" if row["leaks"] else row["failure"],
+                "failure": row["failure"], "leak": "leak suspected" if row["leaks"] else None,
             })  # fmt: skip
             if rows[-1]["link"] in links:
                 raise ValueError(f"run {run.name!r} holds two trajectories {t.id}; give runs of their own to trajectories of several")
@@ -104,7 +99,8 @@ def payload(t: Trajectory, run: Run) -> dict:
         parts = [[kind, len(ids), pieces(ids, run)] for kind, ids in parts_of(turn, t.token_ids, run.tokenizer.think_close_id) if ids]
         turns.append({
             "start": turn.start, "sampled": turn.end - turn.start, "context": turn.obs_end, "action": turn.action, "what": what(turn, t.prediction),
-            "status": turn.tool_status, "duplicate": turn.duplicate, "gain": turn.info_gain, "advantage": turn.advantage, "parts": parts,
+            "status": turn.tool_status, "seconds": turn.seconds, "duplicate": turn.duplicate,
+            "gain": turn.info_gain, "advantage": turn.advantage, "parts": parts,
         })  # fmt: skip
     return {"facts": facts, "prompt": ["prompt", t.prompt_len, pieces(t.token_ids[: t.prompt_len], run)], "turns": turns}
 
@@ -134,18 +130,6 @@ def pieces(ids: list[int], run: Run) -> list[str]:
     return [*found, run.tokenizer.decode(ids[start:])]
 
 
-# -- the command
-
-
-@dataclass(frozen=True)
-class ReportConfig:
-    run: str = cli.option(help="output directory of an evaluation: trajectories.jsonl, verdicts.jsonl, summary.json")
-    tokenizer: str = cli.option(help="directory with the tokenizer.json that made the ids")
-    output: str = cli.option(help="the HTML file to write")
-    baseline: str | None = cli.option(None, help="output directory of another evaluation of the same questions, to compare with")
-    allow_unlike: bool = cli.option(False, help="compare evaluations that were made under different settings; the report says so")
-
-
 def read_run(directory: str, tokenizer: ChatTokenizer, beside: Run | None = None) -> Run:
     """Read an evaluation, named after its directory, or by the whole path when `beside` has that name. ValueError or OSError: a file is missing or bad."""
     path = Path(directory)
@@ -154,19 +138,3 @@ def read_run(directory: str, tokenizer: ChatTokenizer, beside: Run | None = None
     verdicts = [row for _, row in read_jsonl(path / "verdicts.jsonl")]
     rolled_out = path / "trajectories.jsonl"  # one that graded trajectories of elsewhere has none
     return Run(name, read_trajectories(rolled_out) if rolled_out.exists() else [], tokenizer, verdicts, summary)
-
-
-def main(cfg: ReportConfig) -> None:
-    """Write the report of one evaluation, or of two."""
-    tokenizer = ChatTokenizer(cfg.tokenizer)
-    runs = [read_run(cfg.run, tokenizer)]
-    if cfg.baseline:
-        runs.append(read_run(cfg.baseline, tokenizer, beside=runs[0]))
-    if not cfg.allow_unlike:
-        check_alike([(run.name, at(run, "manifest")) for run in runs])
-    write_report(cfg.output, at(runs[0], "name"), runs, baseline=runs[1].name if cfg.baseline else None)
-    print(f"{cfg.output}: {sum(len(run.trajectories) for run in runs):,} trajectories, {Path(cfg.output).stat().st_size / 1e6:.1f} MB")
-
-
-if __name__ == "__main__":
-    cli.run(main, ReportConfig, "Write the HTML report of an evaluation.")

@@ -8,16 +8,18 @@ Full-width and typographic punctuation is not ASCII and stays, as in SQuAD.
 
 import re
 import string
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from venus.trajectory import Trajectory, Turn
+from venus.trajectory import Trajectory
 
 DELETE_PUNCTUATION = str.maketrans("", "", string.punctuation)
-PUNCTUATION_TO_SPACE = str.maketrans(string.punctuation, " " * len(string.punctuation))
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 CJK = "\u3005-\u3007\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff66-\uff9f\U00020000-\U0003ffff"
 TOKEN = re.compile(f"[{CJK}]|[^\\s{CJK}]+")
+WORD = re.compile(f"[{CJK}]|[^\\W{CJK}]+")
+INSIDE = re.compile(r"(?<=\w)[.,'’](?=\w)")  # U.S.A, 13,186, O'Brien
 
 
 def normalize_answer(text: str) -> str:
@@ -40,20 +42,26 @@ def f1_score(prediction: str | None, aliases: Sequence[str]) -> float:
     return _best(_multiset_f1, prediction, aliases)
 
 
-def igpo_f1(prediction: str | None, aliases: Sequence[str]) -> float:
-    """Return IGPO's own F1, a metric for comparison with its paper, not a reward to train on.
-
-    Tokens are a set, so that repetition is free ("paris paris paris paris" -> 1.0); punctuation becomes a space ("U.S.A." -> u, s, a) and
-    articles count. No answer gives 0 here (its training reward: -2).
-    """
-    return _best(_set_f1, prediction, aliases)
-
-
 def quasi_match(prediction: str | None, aliases: Sequence[str]) -> float:
     """Return GAIA's quasi-exact match, 1.0 or 0.0, by the form of the alias: a number ("$1,234" -> 1234), a list cut at commas and
     semicolons (as long, element by element), or text without case, spaces and punctuation. As there, "1,234" in the alias is a list.
     """
     return _best(_quasi, prediction, aliases)
+
+
+def answer_seen(text: str, aliases: Sequence[str]) -> bool:
+    """Whether an alias stands in the text: its words next to each other; case, articles and punctuation aside, that inside a word or number too.
+
+    Needs no model and errs to yes: "2" or "Paris" stand in many pages that say nothing on the question.
+    """
+    said = _words(text)
+    return any(_words(alias).strip() and _words(alias) in said for alias in aliases)
+
+
+def _words(text: str) -> str:
+    text = unicodedata.normalize("NFKC", text.replace("\\n", " "))  # search results are JSON, where a newline is two characters
+    words = WORD.findall(INSIDE.sub("", text).lower())
+    return f" {' '.join(word for word in words if word not in ('a', 'an', 'the'))} "
 
 
 REWARDS: dict[str, Callable[[str | None, Sequence[str]], float]] = {"em": exact_match, "f1": f1_score, "gaia": quasi_match}
@@ -66,14 +74,9 @@ def outcome_of(prediction: str | None, aliases: Sequence[str], kind: str) -> flo
     return REWARDS[kind](prediction, aliases)
 
 
-def format_valid(turns: Sequence[Turn]) -> list[bool]:
-    """Return for each turn whether the strict checker accepted it; each False earns -lambda (Eq. 4, applied in `igpo`)."""
-    return [turn.format_ok for turn in turns]
-
-
 def format_valid_share(trajectories: Iterable[Trajectory]) -> float | None:
     """Return valid turns / turns over all trajectories (every turn counts the same); None when there is no turn."""
-    valid = [ok for trajectory in trajectories for ok in format_valid(trajectory.turns)]
+    valid = [turn.format_ok for trajectory in trajectories for turn in trajectory.turns]
     return sum(valid) / len(valid) if valid else None
 
 
@@ -114,14 +117,4 @@ def _multiset_f1(prediction: str, alias: str) -> float:
     predicted, gold = answer_tokens(prediction), answer_tokens(alias)
     if not predicted or not gold:
         return _exact(prediction, alias)
-    return _f1((Counter(predicted) & Counter(gold)).total(), len(predicted), len(gold))
-
-
-def _set_f1(prediction: str, alias: str) -> float:
-    predicted, gold = (set(text.lower().translate(PUNCTUATION_TO_SPACE).split()) for text in (prediction, alias))
-    return _f1(len(predicted & gold), len(predicted), len(gold))
-
-
-def _f1(common: int, num_predicted: int, num_gold: int) -> float:
-    """Return 2 P R / (P + R), P = common / num_predicted, R = common / num_gold; 0.0 without a common token."""
-    return 2 * common / (num_predicted + num_gold) if common else 0.0
+    return 2 * (Counter(predicted) & Counter(gold)).total() / (len(predicted) + len(gold))  # 2 P R / (P + R)

@@ -1,36 +1,34 @@
-"""Batched decoding over a KV cache: rows of different lengths, a constant number of slots, noise that belongs to the row.
+"""Batched decoding over a KV cache: rows of different lengths that join and leave at any step, noise that belongs to the row.
 
-The sampler knows token ids, budgets and stop ids, and nothing of tools or text. A step runs one token for every slot, idle ones included, so that
-the matrix products keep their shape whoever the batch mates are; a token is drawn by inverting the cumulative distribution at one uniform number
-from (key, position). A row's ids therefore depend on its prompt, its key and the weights, not on its batch or on an interruption.
+The sampler knows token ids, budgets and stop ids, and nothing of tools or text. A row is open from its prompt to its last token; while its caller does
+something else it keeps its context and costs no slot. A step is one forward pass: one token of every row that is decoding, `num_slots` at most, and
+chunks of what other rows have yet to read. A token is drawn by inverting the cumulative distribution at one uniform number from (key, position), so a
+row's ids depend on its prompt, its key and the weights, not on its batch or on an interruption.
 
-Shapes: R slots  V vocab  N tokens.
+A pool of pages may hold fewer tokens than all rows could fill. When it is full the youngest row gives its pages up; what it had is read again when
+there is room, and goes on with the same ids. Nothing is dropped, and the oldest row that has something to do always has its way.
+
+Shapes: R rows  V vocab  N tokens  D hidden.
 """
 
-import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from venus.attention import CachedLayout
-from venus.cache import KVCache
+from kernels.launch import choose_kernel
+from venus.cache import KVCache, PagedKVCache, check_pool
+from venus.cached_attention import CachedLayout, chunk_kernel
+from venus.decode_graph import DecodeGraph
+from venus.draw import SamplingParams, draw, uniform_noise
 from venus.model import Qwen3
 
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How a token is drawn: temperature 0 is argmax; top_k 0 and top_p 1 keep the whole vocabulary; a row stops after one of `stop_ids`."""
-
-    stop_ids: tuple[int, ...]
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-
-    def __post_init__(self):
-        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0:
-            raise ValueError(f"temperature {self.temperature} (>= 0), top_p {self.top_p} (in (0, 1]), top_k {self.top_k} (>= 0): out of range")
+FREE_SHARE = 0.9  # of the free GPU memory goes to the pool; the rest is for activations and logits
+PAD = 8  # tokens of a CPU step are padded to a multiple: a matrix product of few rows would round them otherwise
+KV_CACHES, DECODE_KERNELS = ("auto", "paged", "contiguous"), ("auto", "triton", "varlen", "torch")
 
 
 @dataclass
@@ -47,167 +45,288 @@ class Generation:
 
 @dataclass
 class _Row:
-    pending: list[int]  # ids to run before the next token can be drawn; the last one is run by the decode step itself
-    budget: int
-    key: int
-    generation: Generation
+    """An open row. Ids beyond the cached length are pending; the last one is what the next token is drawn from."""
+
+    slot: int
+    number: int  # in the order of opening
+    ids: list[int] = field(default_factory=list)
+    generation: Generation | None = None
+    budget: int = 0
+    key: int = 0
+    answers: list[tuple[list[int], list[int]]] = field(default_factory=list)  # (prefix, answer) to be scored before a token is drawn
+    values: list[float] = field(default_factory=list)
+    done: Callable[[list[float]], None] | None = None
+
+
+class _Chunk(NamedTuple):
+    """Several ids of a row to run in a step: the first `kept` stay, the last of those draws a token if `draws`, the others are an answer's branch."""
+
+    row: _Row
+    ids: list[int]
+    kept: int
+    draws: bool
+    answer: Sequence[int] = ()
 
 
 class Sampler:
-    """Continuous batching over `num_slots` rows of `capacity` positions each.
+    """Continuous batching: `num_rows` open rows (default `num_slots`) of `capacity` positions each, of which `num_slots` decode at once.
 
     open/fork a slot, feed it ids with a budget and a key, call `step` until its Generation comes back, feed again or close. The caller reads
     `length(slot)` for what the row holds. fp32 on CPU: log-probs equal `Qwen3.token_log_probs(temperature=T)` to 1e-5.
+
+    kv_cache: "paged", one pool of `kv_tokens` tokens; "contiguous", every row its own stretch, which is faster on the CPU; "auto", paged on CUDA or
+    where kv_tokens is given. kv_tokens None: all rows full, on CUDA at most what fits into the free memory. decode_kernel, for pages: "triton" (ours),
+    "varlen" (torch's flash attention), "torch"; "auto" is triton on CUDA, else torch. cuda_graph: steps that only decode replay a graph of `num_slots`
+    tokens. ValueError for what cannot be had, and for a pool that does not hold one row.
     """
 
-    def __init__(self, model: Qwen3, params: SamplingParams, *, num_slots: int, capacity: int, prefill_tokens: int = 2048):
-        weight, config = model.lm_head.weight, model.config
-        self.model, self.params, self.prefill_tokens = model, params, prefill_tokens
-        self.device = weight.device
-        self.cache = KVCache(
-            num_layers=config.num_hidden_layers, num_rows=num_slots, capacity=capacity, num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim, dtype=weight.dtype, device=weight.device,
-        )  # fmt: skip
+    def __init__(
+        self, model: Qwen3, params: SamplingParams, *, num_slots: int, capacity: int, num_rows: int | None = None, prefill_tokens: int = 2048,
+        kv_cache: str = "auto", kv_tokens: int | None = None, page_size: int | None = None, decode_kernel: str = "auto", cuda_graph: bool = False,
+    ):  # fmt: skip
+        self.model, self.params, self.num_slots, self.capacity, self.prefill_tokens = model, params, num_slots, capacity, prefill_tokens
+        self.device = model.lm_head.weight.device
+        is_cuda = self.device.type == "cuda"
+        self.is_paged = kv_cache == "paged" or kv_cache == "auto" and (is_cuda or kv_tokens is not None)
+        self.page_size = page_size or (256 if is_cuda else 16)  # flash attention takes pages of 256
+        self.kv_tokens, self.cuda_graph = kv_tokens, cuda_graph
+        if not self.is_paged and (kv_tokens is not None or cuda_graph or decode_kernel not in ("auto", "torch")):
+            raise ValueError(f"kv_cache {kv_cache} on {self.device}: a size in tokens, a decode kernel or a CUDA graph need kv_cache paged")
+        if (cuda_graph or decode_kernel == "varlen") and not is_cuda:
+            raise ValueError(f"cuda_graph {cuda_graph}, decode_kernel {decode_kernel} on {self.device}: they need a GPU")
+        self.kernel = decode_kernel if decode_kernel == "varlen" else choose_kernel(decode_kernel, self.device)
+        if kv_tokens is not None:
+            check_pool(kv_tokens, self.page_size, capacity)
         self.rows: dict[int, _Row] = {}  # the slots that have something to do
-        self.free = list(range(num_slots))
-        self.num_decoded = self.num_prefilled = 0
+        self._opened: dict[int, _Row] = {}
+        self._closed = list(range(num_rows or num_slots))
+        self._num_opened, self._num_rows, self._is_full = 0, num_rows or num_slots, False
+        self.num_decoded = self.num_prefilled = self.num_scored = self.num_preempted = 0
+
+    @cached_property
+    def cache(self) -> KVCache:
+        """Allocated when the first row is opened, beside the weights as they are then."""
+        config, dtype = self.model.config, self.model.lm_head.weight.dtype
+        shape = {"num_layers": config.num_hidden_layers, "num_rows": self._num_rows, "capacity": self.capacity, "head_dim": config.head_dim}
+        shape |= {"num_kv_heads": config.num_key_value_heads, "dtype": dtype, "device": self.device}
+        if not self.is_paged:
+            return KVCache(**shape)
+        if self.kv_tokens is None:
+            self.kv_tokens = self._num_rows * -(-self.capacity // self.page_size) * self.page_size
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()  # or the pool of the step before would still count as taken
+                token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * dtype.itemsize
+                self.kv_tokens = min(self.kv_tokens, int(FREE_SHARE * torch.cuda.mem_get_info(self.device)[0]) // token_bytes)
+        return PagedKVCache(**shape, num_tokens=self.kv_tokens, page_size=self.page_size)
+
+    @cached_property
+    def _graph(self) -> DecodeGraph:
+        return DecodeGraph(self.model, self.cache, self.num_slots, self.kernel)
+
+    @property
+    def choices(self) -> dict:
+        """What "auto" came to, to be saved with a run. kv_tokens None: not bounded, or not allocated yet."""
+        chosen = {"kv_cache": "contiguous", "kv_tokens": None, "page_size": None, "decode_kernel": "torch", "chunk_kernel": "torch", "cuda_graph": False}
+        if self.is_paged:
+            dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32  # of rollouts, whatever the masters are
+            chosen |= {"kv_cache": "paged", "kv_tokens": self.kv_tokens, "page_size": self.page_size, "decode_kernel": self.kernel}
+            chosen |= {"chunk_kernel": chunk_kernel(self.device, dtype), "cuda_graph": self.cuda_graph}
+        return chosen
+
+    # ---- rows
+
+    @property
+    def free(self) -> list[int]:
+        """Rows that may be opened now: none while the pool has no page for each open row and one more, or some row waits for pages."""
+        has_room = not self._is_full and (not self._closed or self.cache.fits(self._closed[0], 1, spare=len(self._opened)))
+        return self._closed if has_room else []
 
     def open(self) -> int:
         """Take a free slot with an empty row."""
-        return self.free.pop(0)
+        slot = self._closed.pop(0)
+        self._opened[slot] = _Row(slot, self._num_opened)
+        self._num_opened += 1
+        return slot
 
     @torch.inference_mode()  # as wherever the cache is written: buffers that grew in inference mode refuse writes outside it
     def fork(self, source: int, length: int) -> int:
-        """Take a free slot holding a copy of the first `length` positions of `source`: a prompt prefilled once serves its whole group."""
-        slot = self.free.pop(0)
-        self.cache.fork(source, [slot], length)
+        """Take a free slot holding the first `length` positions of `source`: a prompt prefilled once serves its whole group."""
+        slot = self.open()
+        self._opened[slot].ids = self._opened[source].ids[:length]
+        self.cache.fork(source, [slot], min(length, self.cache.lengths[source]))  # less than all of it after a preemption: the row reads the rest itself
         return slot
 
     def close(self, slot: int) -> None:
         """Give a slot back."""
         assert slot not in self.rows, f"slot {slot} is still generating"
+        del self._opened[slot]
         self.cache.truncate(slot, 0)
-        self.free.append(slot)
-        self.free.sort()  # the lowest first, so that an interrupted and a fresh run use the same slots for the same order of work
+        self._closed.append(slot)
+        self._closed.sort()  # the lowest first, so that an interrupted and a fresh run use the same slots for the same order of work
+        self._is_full = False
 
     def length(self, slot: int) -> int:
-        """Cached positions of a slot: all ids fed or sampled so far, except the last."""
-        return self.cache.lengths[slot]
+        """Tokens in the context of an idle slot: all ids fed or sampled so far, except the last sampled one."""
+        return len(self._opened[slot].ids)
 
     @torch.inference_mode()
     def prefill(self, slot: int, ids: list[int]) -> None:
-        """Run `ids` through a slot at once, without drawing anything."""
-        for start in range(0, len(ids), self.prefill_tokens):
-            self._extend([slot], [ids[start : start + self.prefill_tokens]])
+        """Run `ids` through a slot at once, without drawing anything. Where the pool is full they are run later, by `step`."""
+        row = self._opened[slot]
+        row.ids += ids
+        while chunk := row.ids[self.cache.lengths[slot] :][: self.prefill_tokens]:
+            if not self.cache.fits(slot, self.cache.lengths[slot] + len(chunk), spare=self._num_holders(row)):
+                break
+            self._forward([], [_Chunk(row, chunk, len(chunk), False)])
 
     def feed(self, slot: int, ids: list[int], *, budget: int, key: int) -> None:
         """Queue `ids` (at least one) for a slot, then up to `budget` tokens drawn with the noise of `key` (see `noise_key`)."""
         assert slot not in self.rows and ids and budget > 0, f"feed slot {slot}: {len(ids)} ids, budget {budget}"
-        if self.length(slot) + len(ids) + budget - 1 > self.cache.capacity:
-            raise ValueError(f"{self.length(slot)} cached + {len(ids)} new ids + {budget} to sample exceed the context of {self.cache.capacity}")
-        self.rows[slot] = _Row(list(ids), budget, key, Generation(slot))
+        if self.length(slot) + len(ids) + budget - 1 > self.capacity:
+            raise ValueError(f"{self.length(slot)} cached + {len(ids)} new ids + {budget} to sample exceed the context of {self.capacity}")
+        row = self.rows[slot] = self._opened[slot]
+        row.ids += ids
+        row.generation, row.budget, row.key = Generation(slot), budget, key
 
+    def score(self, slot: int, prefix_ids: list[int], answers: Sequence[list[int]], done: Callable[[list[float]], None]) -> None:
+        """Queue, after `feed`, the scoring of answers: done(values) is called in a `step` before the slot's first token is drawn.
+
+        A value is the mean log-prob (nats, temperature 1) of the answer's tokens after the context and `prefix_ids`. They are run behind the context in
+        the pass that ends it, seen by no other token, and forgotten. ValueError when context, prefix and answer exceed the capacity.
+        """
+        row = self.rows[slot]
+        assert not row.generation.ids and not row.answers and all(answers), f"score slot {slot}: {len(answers)} answers"
+        longest = len(row.ids) + len(prefix_ids) + max(map(len, answers)) - 1
+        if longest > self.capacity:
+            raise ValueError(f"a context of {len(row.ids)} tokens and an answer to score, {longest} in all, exceed the context of {self.capacity}")
+        row.answers, row.values, row.done = [(prefix_ids, answer) for answer in answers], [], done
+
+    # ---- a step
+
+    @torch.inference_mode()
     def step(self) -> list[Generation]:
-        """Prefill what is waiting, draw one token for every ready row, and return the generations that ended."""
-        self._prefill_pending()
-        ready = [slot for slot, row in self.rows.items() if len(row.pending) == 1]
-        if not ready:
+        """Run one pass: read what is pending, draw one token for every row that is ready, and return the generations that ended."""
+        singles, chunks = self._plan()
+        if not (singles or chunks):
             return []
-        ids, log_probs, kept_mass = self._decode(ready)
+        drawing, drawn, values = self._forward(singles, chunks)
+        for row, value in values:
+            row.values.append(value)
+            del row.answers[0]
+            if not row.answers:
+                row.done(row.values)
         finished = []
-        for slot, token, log_prob, mass in zip(ready, ids, log_probs, kept_mass, strict=True):
-            row = self.rows[slot]
-            row.pending = [token]
+        for row, token, log_prob, mass in zip(drawing, *drawn, strict=True):
             generation = row.generation
             generation.ids.append(token)
             generation.log_probs.append(log_prob)
             generation.kept_mass.append(mass)
-            generation.stopped = token in self.params.stop_ids
-            if generation.stopped or len(generation.ids) == row.budget:
+            if token in self.params.stop_ids or len(generation.ids) == row.budget:
+                generation.stopped = token in self.params.stop_ids
                 finished.append(generation)
-                del self.rows[slot]
+                del self.rows[row.slot]  # the token that ended it is fed again, before what follows
+            else:
+                row.ids.append(token)
         return finished
 
-    @torch.inference_mode()
-    def _prefill_pending(self) -> None:
-        room, slots, chunks = self.prefill_tokens, [], []
-        for slot, row in self.rows.items():
-            count = min(len(row.pending) - 1, self.prefill_tokens)
-            if 0 < count <= room:  # whole or not at all: where a row is cut must not depend on its batch mates
-                slots.append(slot)
-                chunks.append(row.pending[:count])
-                row.pending = row.pending[count:]
-                room -= count
-        if slots:
-            self._extend(slots, chunks)
+    def _plan(self) -> tuple[list[_Row], list[_Chunk]]:
+        """Who runs, oldest first, with room for it: rows that decode, num_slots at most, and chunks of prefill_tokens together at most."""
+        singles, chunks, room, self._is_full = [], [], self.prefill_tokens, False
+        for row in sorted(self.rows.values(), key=lambda row: row.number):
+            cached = self.cache.lengths[row.slot]
+            if len(row.ids) - cached == 1 and not row.answers:
+                if len(singles) < self.num_slots and self._make_room(row, cached + 1, takes_any=not (singles or chunks)):
+                    singles.append(row)
+                continue
+            chunk = self._chunk(row, cached)
+            # whole or not at all: where a row is cut must not depend on its batch mates
+            if (len(chunk.ids) <= room or not chunks) and self._make_room(row, cached + len(chunk.ids), takes_any=not (singles or chunks)):
+                chunks.append(chunk)
+                room -= len(chunk.ids)
+        return singles, chunks
 
-    def _extend(self, slots: list[int], chunks: list[list[int]]) -> None:
-        counts = [len(chunk) for chunk in chunks]
-        layout = CachedLayout.of(self.cache, slots, counts, self.device)
-        ids_1N = torch.tensor([[token for chunk in chunks for token in chunk]], device=self.device)
-        self.model(ids_1N, layout.positions_N[None], layout, self.cache)
-        for slot, count in zip(slots, counts, strict=True):
-            self.cache.advance(slot, count)
-        self.num_prefilled += sum(counts)
+    def _chunk(self, row: _Row, cached: int) -> _Chunk:
+        ids = row.ids[cached : cached + self.prefill_tokens]
+        if cached + len(ids) < len(row.ids):
+            return _Chunk(row, ids, len(ids), False)
+        if not row.answers:
+            return _Chunk(row, ids, len(ids), True)
+        prefix, answer = row.answers[0]
+        draws = len(row.answers) == 1  # else the last id is run again, before the next answer
+        return _Chunk(row, [*ids, *prefix, *answer[:-1]], len(ids) - (not draws), draws, answer)
 
-    @torch.inference_mode()
-    def _decode(self, ready: list[int]) -> tuple[list[int], list[float], list[float]]:
-        num_slots = len(self.cache.lengths)
-        current = [0] * num_slots  # an idle slot runs token 0 into a position that stays invisible
-        for slot in ready:
-            current[slot] = self.rows[slot].pending[0]
-        layout = CachedLayout.of(self.cache, range(num_slots), [1] * num_slots, self.device)
-        hidden_1RD = self.model(torch.tensor([current], device=self.device), layout.positions_N[None], layout, self.cache)
-        for slot in ready:
-            self.cache.advance(slot, 1)
-        self.num_decoded += len(ready)
-        uniforms = np.zeros(num_slots)
-        rows = [self.rows[slot] for slot in ready]
-        uniforms[ready] = uniform_noise([row.key for row in rows], [len(row.generation.ids) for row in rows])
-        drawn = draw(self.model.logits(hidden_1RD[0]), torch.from_numpy(uniforms).to(self.device), self.params)
-        ids, log_probs, kept_mass = (values[ready] for values in torch.stack(drawn).cpu().numpy())
-        return [int(token) for token in ids], log_probs.tolist(), kept_mass.tolist()
+    def _make_room(self, row: _Row, length: int, *, takes_any: bool) -> bool:
+        """Whether a row can grow to `length`, if need be after younger rows (with takes_any others, too) gave up their pages, the youngest first.
 
+        A row that starts takes from nobody, leaves a page for every other one to grow into, or it would soon be the one to give up, and does not
+        start before another one that waits.
+        """
+        if not self.is_paged:
+            return True
+        starts = not (self.cache.lengths[row.slot] or takes_any)
+        if starts and (self._is_full or not self.cache.fits(row.slot, max(length, len(row.ids)), spare=self._num_holders(row))):
+            self._is_full = True
+            return False
+        while not self.cache.fits(row.slot, length):
+            holders = [other for other in self._opened.values() if other is not row and self.cache.lengths[other.slot]]
+            victim = max(holders, key=lambda other: other.number, default=None)
+            assert victim or not takes_any, f"a pool of {self.kv_tokens} tokens has no room for {length} of row {row.slot}"
+            if victim is None or not takes_any and victim.number < row.number:
+                self._is_full = True
+                return False
+            self.cache.truncate(victim.slot, 0)  # its ids are known, and its noise is counted by position
+            self.num_preempted += 1
+        self.cache.reserve(row.slot, length)  # now, so that rows after this one find what is left
+        return True
 
-def draw(logits_RV: Tensor, uniforms_R: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw one token a row: (ids, log-probs, kept mass), each [R] in fp64 so that they travel to the host as one tensor.
+    def _num_holders(self, row: _Row) -> int:
+        return sum(self.cache.lengths[other.slot] > 0 for other in self._opened.values() if other is not row)
 
-    The token is the first whose cumulative probability, over the kept ones in vocabulary order, exceeds u times the kept mass.
-    """
-    log_softmax_RV = torch.log_softmax(logits_RV / (params.temperature or 1.0), dim=-1)
-    if params.temperature == 0:
-        ids_R = logits_RV.argmax(-1)
-        kept_mass_R = torch.ones_like(uniforms_R)
-    else:
-        probs_RV = log_softmax_RV.exp()
-        if params.top_k or params.top_p < 1:
-            probs_RV = _truncate(probs_RV, params)
-        cumulative_RV = probs_RV.cumsum(-1, dtype=torch.float64)
-        kept_mass_R = cumulative_RV[:, -1].clone()
-        ids_R = torch.searchsorted(cumulative_RV, (uniforms_R * kept_mass_R)[:, None], right=True)[:, 0]
-    log_probs_R = log_softmax_RV.gather(-1, ids_R[:, None])[:, 0]
-    return ids_R.double(), log_probs_R.double(), kept_mass_R
+    def _forward(self, singles: list[_Row], chunks: list[_Chunk]) -> tuple[list[_Row], list, list]:
+        """Run one pass. Returns the rows that drew, their tokens, log-probs and kept mass, and (row, value) of every answer."""
+        slots = [row.slot for row in singles] + [chunk.row.slot for chunk in chunks]
+        ids, counts = [row.ids[-1] for row in singles], [1] * len(singles) + [len(chunk.ids) for chunk in chunks]
+        drawing, draws_at, answers = list(singles), list(range(len(singles))), []
+        for chunk in chunks:
+            if chunk.draws:
+                drawing.append(chunk.row)
+                draws_at.append(len(ids) + chunk.kept - 1)
+            ids += chunk.ids
+            if chunk.answer:
+                answers.append((chunk, range(len(ids) - len(chunk.answer), len(ids))))
+        ids += [0] * (-len(ids) % PAD)
+        layout = CachedLayout.of(self.cache, slots, counts, self.device, num_tokens=len(ids), kernel=self.kernel)
+        ids_N = torch.tensor(ids, device=self.device)
+        if self.cuda_graph and not chunks:
+            hidden_ND = self._graph.run(ids_N, layout)
+        else:
+            hidden_ND = self.model(ids_N[None], layout.positions_N[None], layout, self.cache)[0]
+        for row in singles:
+            self.cache.advance(row.slot, 1)
+        for chunk in chunks:
+            self.cache.advance(chunk.row.slot, chunk.kept)
+            self.cache.truncate(chunk.row.slot, self.cache.lengths[chunk.row.slot])  # what a branch took is free again
+            self.num_prefilled += chunk.kept - chunk.draws
+            self.num_scored += len(chunk.ids) - chunk.kept
+        self.num_decoded += len(drawing)
+        if not (drawing or answers):
+            return [], [[]] * 3, []
+        return drawing, *self._read(hidden_ND, drawing, draws_at, answers)
 
-
-def _truncate(probs_RV: Tensor, params: SamplingParams) -> Tensor:
-    """Zero what top-k and then top-p leave out: top-p keeps the smallest set of most probable tokens whose mass reaches p."""
-    sorted_RV, order_RV = probs_RV.sort(dim=-1, descending=True, stable=True)
-    if params.top_k:
-        sorted_RV[:, params.top_k :] = 0
-    before_RV = sorted_RV.cumsum(-1, dtype=torch.float64) - sorted_RV
-    sorted_RV[before_RV >= params.top_p * sorted_RV.sum(-1, keepdim=True)] = 0
-    return torch.zeros_like(probs_RV).scatter_(-1, order_RV, sorted_RV)
-
-
-def noise_key(*parts: object) -> int:
-    """A 64-bit key from (seed, question id, sample, turn), the same in every process."""
-    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
-
-
-def uniform_noise(keys: list[int], positions: list[int]) -> np.ndarray:
-    """One uniform in [0, 1) for each (key, position), by the splitmix64 finaliser over key + position * golden ratio; float64."""
-    with np.errstate(over="ignore"):
-        x = np.array(keys, dtype=np.uint64) + (np.array(positions, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return ((x ^ (x >> np.uint64(31))) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    def _read(self, hidden_ND: Tensor, drawing: list[_Row], draws_at: list[int], answers: list[tuple[_Chunk, range]]) -> tuple[list, list]:
+        """Draw tokens and score answers from the hidden rows of a pass; one transfer to the host."""
+        draws_at = draws_at + [0] * (-len(draws_at) % PAD)
+        rows = [*draws_at, *(row for _, span in answers for row in span)]
+        logits_NV = self.model.logits(hidden_ND[torch.tensor(rows, device=self.device)])
+        uniforms = uniform_noise([row.key for row in drawing], [len(row.generation.ids) for row in drawing])
+        parts = draw(logits_NV[: len(drawing)], torch.from_numpy(uniforms).to(self.device), self.params)
+        if answers:
+            targets_N1 = torch.tensor([token for chunk, _ in answers for token in chunk.answer], device=self.device)[:, None]
+            parts = *parts, torch.log_softmax(logits_NV[len(draws_at) :], dim=-1).gather(-1, targets_N1)[:, 0].double()
+        numbers = torch.cat(parts).cpu().numpy()
+        ids, log_probs, kept_mass = numbers[: 3 * len(drawing)].reshape(3, -1)
+        means, start = [], 3 * len(drawing)
+        for chunk, _ in answers:
+            means.append((chunk.row, float(numbers[start : start + len(chunk.answer)].mean())))
+            start += len(chunk.answer)
+        return [ids.astype(int).tolist(), log_probs.tolist(), kept_mass.tolist()], means

@@ -63,7 +63,7 @@ class ChatTokenizer:
         self.response_open_id, self.response_close_id = added[protocol.RESPONSE_OPEN], added[protocol.RESPONSE_CLOSE]
         self.generation_prompt_ids = self.encode(protocol.GENERATION_PROMPT)
         self.answer_prefix_ids = self.encode(protocol.ANSWER_PREFIX)
-        self._newline_ids = self.encode("\n")
+        self._newline_ids, self._user_word_ids = self.encode("\n"), self.encode("user")
 
     def check_fits(self, model_vocab_size: int) -> None:
         """ValueError for a model with fewer embeddings than there are ids."""
@@ -154,7 +154,7 @@ class ChatTokenizer:
         return self._close(self.encode_untrusted("user\n" + content))
 
     def _response_ids(self, pieces: list[str]) -> list[int]:
-        ids = self.encode("user")
+        ids = list(self._user_word_ids)
         for piece in pieces:
             ids += [*self._newline_ids, self.response_open_id, *self.encode_untrusted(piece), self.response_close_id]
         return self._close(ids)

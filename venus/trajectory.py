@@ -19,8 +19,8 @@ from venus.jsonl import read_jsonl
 SCHEMA = 1
 ACTIONS = ("search", "visit", "answer", "malformed")
 TOOL_STATUSES = ("ok", "empty", "error", "timeout")
-MAY_HAVE_NO_TURN = ("time_limit", "tool_error", "model_error")
-STOP_REASONS = ("answered", "turn_limit", "context_limit", "token_limit", "straggler", "no_answer", *MAY_HAVE_NO_TURN)
+MAY_HAVE_NO_TURN = ("time_limit", "straggler", "tool_error", "model_error")
+STOP_REASONS = ("answered", "turn_limit", "context_limit", "token_limit", "no_answer", *MAY_HAVE_NO_TURN)
 OUTCOME_STATUSES = ("ok", "judge_error", "tool_error", "cut_off")
 
 
@@ -77,7 +77,8 @@ class Question:
 class Turn:
     """One assistant turn: sampled ids [start, end), then glue and observation [end, obs_end).
 
-    info_gain None = not scored, 0.0 = scored without gain; advantage None = not trained; tool_status None = no tool answered.
+    info_gain None = not scored, 0.0 = scored without gain; advantage None = not trained; tool_status None = no tool answered; seconds: how long the
+    tool took, None where none was asked (a clock, so no part of what makes two turns equal).
     """
 
     start: int
@@ -90,6 +91,7 @@ class Turn:
     info_gain: float | None = None
     advantage: float | None = None
     format_ok: bool = True
+    seconds: float | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         where = f"turn [{self.start}, {self.end}, {self.obs_end}]:"

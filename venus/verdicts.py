@@ -15,14 +15,13 @@ from dataclasses import dataclass
 class Verdict:
     """What the judge says and why. None: not given.
 
-    extracted   the answer it read in the response        confidence    percentage that the response claims for its answer
-    scores      item_scores, where items are judged        raw           what the model wrote; error: what failed
+    extracted   the answer it read in the response         scores        item_scores, where items are judged
+    raw         what the model wrote                       error         what failed
     judge, prompt, prompt_hash  the model and what it was asked; all None: decided without one
     """
 
     verdict: str  # correct | incorrect | error
     extracted: str | None = None
-    confidence: float | None = None
     scores: dict | None = None
     raw: str | None = None
     error: str | None = None
@@ -38,7 +37,6 @@ END = r"(?=\s*(?:$|[-.,;:!()\[\]{}。】—]))"  # `no doubt` is no `no`, `yes/n
 FLAGS = re.MULTILINE | re.IGNORECASE
 VERDICT = re.compile(LABEL % "correct|结论" + r"[\[【(]?\s*(yes|no|true|false|正确|不正确|错误)" + END, FLAGS)
 EXTRACTED = re.compile(LABEL.removesuffix(r"\s*") % "extracted(?: ?final ?answer)?|最终答案" + "(.*)", FLAGS)
-CONFIDENCE = re.compile(LABEL % "confidence|置信度" + r"(\d+(?:\.\d+)?)\s*%?" + END, FLAGS)
 ONE_WORD = re.compile(r"(?:^|[,:;])\s*(correct|incorrect)[.!]?\s*$", FLAGS)
 
 
@@ -57,12 +55,11 @@ def _said(text: str) -> tuple[str, dict]:
 def read_verdict(text: str) -> Verdict:
     """Read a reply in labelled lines, English or Chinese, or JSON: the LAST line that begins with `correct:`, markdown aside, counts; else `error`."""
     plain = re.sub(r'[*_`"]', "", _said(text)[0])
-    verdicts, extracted, confidence = (pattern.findall(plain) for pattern in (VERDICT, EXTRACTED, CONFIDENCE))
+    verdicts, extracted = VERDICT.findall(plain), EXTRACTED.findall(plain)
     if not verdicts:
         return Verdict("error", raw=text, error="no line `correct: yes` or `correct: no`")
-    percent = float(confidence[-1]) if confidence and float(confidence[-1]) <= 100 else None
     right = verdicts[-1].lower() in ("yes", "true", "正确")
-    return Verdict("correct" if right else "incorrect", extracted[-1].strip(" ,") if extracted else None, percent, raw=text)
+    return Verdict("correct" if right else "incorrect", extracted[-1].strip(" ,") if extracted else None, raw=text)
 
 
 def read_word(text: str) -> Verdict:

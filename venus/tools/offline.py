@@ -100,7 +100,8 @@ class CorpusCache:
     def get(self, path: str | None) -> Corpus:
         """Return the corpus at `path`; ValueError for a question without one."""
         if path is None:
-            raise ValueError("the question names no corpus, which offline tools need (field 'corpus' of the question file); --tools live needs none")
+            where = "field 'corpus' of the question file, --corpus of a benchmark"
+            raise ValueError(f"the question names no corpus, which offline tools need ({where}); --tools live needs none")
         with self._lock:  # held while loading: of ten rollouts on one question, one reads the file
             self._corpora[path] = corpus = self._corpora.pop(path, None) or Corpus.load(path)
             if len(self._corpora) > self.capacity:

@@ -39,9 +39,9 @@ class ToolOptions:
     """What answers a search and a visit."""
 
     # tools
-    tools: str = option("offline", help="search and visit over the question's corpus, or over the live web", choices=("offline", "live"))
-    reader: str = option("jina", help="pages through Jina Reader, or fetched as they are, without scripts and without a key", choices=("jina", "fetch"))
-    summary: str | None = option(None, help="openai:BASE_URL:MODEL that summarises visited pages for the goal; live tools need one")
+    tools: str = option("offline", help="search and visit over the question's corpus, or over the live web (key: SERPER_API_KEY)", choices=("offline", "live"))
+    reader: str = option("jina", help="pages through Jina Reader (key: JINA_API_KEY), or fetched as they are, without scripts", choices=("jina", "fetch"))
+    summary: str | None = option(None, help="for live tools, openai:BASE_URL:MODEL (key: SUMMARY_API_KEY or OPENAI_API_KEY) that summarises pages for the goal")
     search_base: str = option("https://google.serper.dev", help="address of Serper")
     reader_base: str = option("https://r.jina.ai", help="address of Jina Reader")
     search_concurrency: int = option(8, help="queries at once", unit="calls")

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from venus.chat_api import ChatClient, ChatRequestError
 from venus.http_calls import AddressError, CallError, RefusedError, TryError, check_public, exchange, with_tries
-from venus.protocol import SearchHit, format_search, format_visit
+from venus.protocol import FAILED_SEARCH, UNREAD_PAGE, SearchHit, format_search, format_visit
 from venus.tools.base import Tool, ToolResult, ToolServiceError, VisitedPage
 from venus.tools.pages import PageError
 
@@ -149,7 +149,7 @@ class Serper(Tool):
         due = time.monotonic() + deadline
         outcomes = list(zip(arguments["query"], side_by_side(lambda query: self._search(query, due), arguments["query"]), strict=True))
         blocks = [(query, hits) for query, hits in outcomes if not isinstance(hits, Failure)]
-        lines = [f"The search for {query!r} failed: {failure.said}" for query, failure in outcomes if isinstance(failure, Failure)]
+        lines = [FAILED_SEARCH(query, failure.said) for query, failure in outcomes if isinstance(failure, Failure)]
         hits = tuple(hit for _, block in blocks for hit in block)
         return ToolResult("\n".join([format_search(blocks)] * bool(blocks) + lines), status_of([o for _, o in outcomes], bool(hits)), hits)
 
@@ -195,7 +195,7 @@ class WebVisit(Tool):
         texts, items = [], []
         for url, outcome in zip(urls, outcomes, strict=True):
             if isinstance(outcome, Failure):
-                texts.append((url, goal, f"This page could not be read: {outcome.said}", None))
+                texts.append((url, goal, UNREAD_PAGE + outcome.said, None))
                 continue
             evidence, summary = outcome
             items.append(VisitedPage(url, summary if evidence else None))
