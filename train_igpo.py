@@ -318,6 +318,7 @@ def plan(cfg: IgpoConfig, num_questions: int, num_steps: int) -> list[tuple[str,
         ("parameters", f"{num_parameters(config):,}"), ("questions", f"{num_questions:,}"), ("steps", f"{num_steps:,}"),
         ("rollouts", f"{num_steps * num_rollouts:,}"), *memory_rows(config, spread, cfg.gpu_memory),
         *((f"{name}, a step" if name == "rollout hours" else name, value) for name, value in decoding),
+        *cfg.web_plan(num_steps * num_rollouts, cfg.max_turns),
     ]  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
+from chat_samples import expected, needs_data
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -95,6 +96,17 @@ def test_a_document_longer_than_the_budget_adds_no_empty_rounds():
 
 def test_a_rank_may_be_left_with_an_empty_micro_batch():
     assert micro_batches([5], 10, 2) == [[[0]], [[]]]
+
+
+@needs_data
+@pytest.mark.parametrize(("num_ranks", "sp"), [(1, 1), (2, 1), (1, 2), (8, 1), (1, 8)])
+def test_real_rows_are_packed_with_hardly_any_padding(num_ranks, sp):
+    """The ten SFT files, 19,929 to 47,189 tokens, at 65,536 tokens a GPU: at most sp - 1 tokens a micro-batch, and no dummy. 0.002 % seen; 5 % allowed."""
+    lengths = [expected()[f"sft/{number:04d}.json"]["tokens"] for number in range(10)]
+    dealt = micro_batches(lengths, 65_536 * sp, num_ranks)
+    documents = [[dummy_document(["mask"], lengths[i] - 1) for i in batch] or [dummy_document(["mask"])] for rank in dealt for batch in rank]
+    ran = sum(pack(batch, multiple_of=sp).ids_1N.numel() for batch in documents)
+    assert 1 - (sum(lengths) - len(lengths)) / ran < 1e-4
 
 
 # Epochs

@@ -249,6 +249,29 @@ def test_a_damaged_checkpoint_and_one_of_another_model_are_one_line_errors(world
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(("name", "keep"), [("extra.json", 20), ("extra.json", 0), (".metadata", 500), (".metadata", 0)])
+def test_a_cut_off_file_of_a_checkpoint_is_named_damage(world, tmp_path, name, keep):
+    """As a full or failing disk leaves it. The line was "Expecting value: line 1 column 1" without a path, or a traceback."""
+    run = Run(world)
+    run.step(0)
+    run.save(tmp_path, 1, settings=SETTINGS)
+    file = tmp_path / "step_1" / name
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(ValueError, match=r"step_1: damaged, or .*; give another --output, or remove it"):
+        run.load(tmp_path, **SETTINGS)
+
+
+def test_a_checkpoint_put_aside_under_another_name_is_left_alone(world, tmp_path):
+    """A copy named step_2.good was read as a number, and no run could start or save any more."""
+    run = Run(world)
+    run.step(0)
+    run.save(tmp_path, 2)
+    shutil.copytree(tmp_path / "step_2", tmp_path / "step_2.good")
+    assert run.load(tmp_path) == 2
+    run.save(tmp_path, 3)
+    assert steps_in(tmp_path) == ["latest", "step_2.good", "step_3"]
+
+
 # Loading and exporting in shards
 
 

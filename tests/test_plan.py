@@ -55,11 +55,18 @@ def test_the_papers_run_takes_26_gb_of_each_of_eight_gpus():
         ({"sp": 1, "recompute": "off"}, 80, "it does with --sp 8 --recompute on"), ({"world_size": 2, "sp": 2}, 80, "it does with --recompute offload"),
         ({"longest": 100_000, "max_tokens": 100_000, "recompute": "offload"}, 48, "it does with --max-tokens-per-gpu 12500"),
         ({"world_size": 1, "sp": 1}, 80, "whatever the flags; use more GPUs or a smaller --max-length"),
+        ({"world_size": 64, "sp": 16, "longest": 1_000_000}, 21, "it does with --sp 32 --recompute offload"),  # 64 would leave half a head to a rank
     ],
 )  # fmt: skip
 def test_the_verdict_names_the_flags_to_turn(change, gpu_memory, help_by):
     verdict = dict(memory_rows(QWEN3_4B, replace(PAPER, **change), gpu_memory))["verdict"]
     assert verdict.startswith("does not fit: ") and verdict.endswith(help_by)
+
+
+def test_a_plan_that_no_run_could_follow_is_refused():
+    """It said that sp 64 fits, and the run then stopped: 32 heads have no 64 equal parts."""
+    with pytest.raises(ValueError, match="sp 64: does not divide the model's 32 query heads"):
+        memory_rows(QWEN3_4B, replace(PAPER, world_size=64, sp=64), 80)
 
 
 def test_offloaded_checkpoints_are_counted_on_the_host():

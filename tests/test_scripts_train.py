@@ -28,6 +28,7 @@ pytestmark = pytest.mark.slow
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 STEPS, LR = 60, 0.02  # of SFT: one batch of six rows an epoch
 PACKED = ("--info-gain", "packed")  # gains scored in the rollout differ in their last bit with the rollouts beside, and so after a resume
+LIVE = ("--tools", "live", "--summary", "openai:http://127.0.0.1:9/v1:m", "--gpu-memory", "80", "--bandwidth", "3.35")  # of a dry run, which calls nobody
 CLOCK = ("tokens_per_second", "seconds_")  # what two equal runs may differ in
 
 
@@ -94,7 +95,7 @@ def ran(tmp_path_factory):
     pair = ("--format-pool", "none", "--steps", "1", "--updates", "2")
     results = run_all(
         sft(world, base / "sft"), igpo(world, model, base / "igpo"), igpo(world, model, base / "grpo", "--ig-turns", "none", *pair),
-        sft(world, base / "dry", "--dry-run"), igpo(world, model, base / "dry", "--dry-run"), igpo(world, model, base / "packed" / "igpo", *PACKED),
+        sft(world, base / "dry", "--dry-run"), igpo(world, model, base / "dry", "--dry-run", *LIVE), igpo(world, model, base / "packed" / "igpo", *PACKED),
         ["train_sft.py", *["--dry-run", "--world-size", "8", "--sp", "8", "--max-length", "200000", "--gpu-memory", "80"]],
     )  # fmt: skip
     assert [result["code"] for result in results] == [0] * 7, [result["err"][-1000:] for result in results]
@@ -273,9 +274,11 @@ def test_igpo_stopped_in_a_rollout_saves_the_steps_before_and_keeps_what_is_fini
 
 
 @pytest.mark.dist
-def test_igpo_on_two_processes_has_the_rollouts_and_metrics_of_one(ran, tmp_path):
-    """Three questions over two processes. Ids are equal, so that all metrics are, to rounding."""
-    run_one(*TORCHRUN, *igpo(ran.world, ran.model, tmp_path / "igpo", "--steps", "2"))
+@pytest.mark.parametrize(("processes", "sp"), [(2, 1), (4, 2)])
+def test_igpo_on_several_processes_has_the_rollouts_and_metrics_of_one(ran, tmp_path, processes, sp):
+    """Three questions over two or four processes. Ids are equal, so that all metrics are, to rounding."""
+    launcher = [*TORCHRUN[:-1], f"--nproc_per_node={processes}"]
+    run_one(*launcher, *igpo(ran.world, ran.model, tmp_path / "igpo", "--steps", "2", "--sp", sp))
     two, one = (timeless(read_rows(base / "igpo" / "metrics.jsonl"))[:2] for base in (tmp_path, ran.base))
     for step in range(2):
         name = f"step_{step:05d}.jsonl"
@@ -290,7 +293,8 @@ def test_igpo_on_two_processes_has_the_rollouts_and_metrics_of_one(ran, tmp_path
 
 
 def test_dry_runs_print_config_and_plan_and_write_nothing(ran):
-    for result, wanted in zip(ran.dry, (("loss tokens", "6 kept"), ("rollouts", "36")), strict=True):
+    of_rollouts = ("rollouts", "36", "KV pool per GPU", "rollout hours, a step", "searches, about")
+    for result, wanted in zip(ran.dry, (("loss tokens", "6 kept"), of_rollouts), strict=True):
         for text in ("config\n", "plan\n", "parameters", "45,792", "memory per GPU, total", *wanted):
             assert text in result["out"]
     assert not (ran.base / "dry").exists()

@@ -104,13 +104,29 @@ def saved(directory, world):
     return losses(model, optimizer, range(BEFORE, BEFORE + AFTER), world), drawn, model
 
 
+def training_run(directory, world):
+    cfg = Config(max_skipped=2)
+    object.__setattr__(cfg, "output", str(directory))
+    model = load_sharded(GOLDEN / "tied_tf5", world, dtype=torch.float32, bf16=False)
+    return TrainingRun(cfg, model, world, settings={}, num_steps=9, spread=None, console=(), extra={})
+
+
+def stopped(directory):
+    """The steps of this rank when rank 1 is asked to stop in step 2, and rank 0 can only hear of it where all meet: the store is each rank's own."""
+    world, steps = World(), []
+    world._store = dist.HashStore()
+    for step in training_run(directory / "stopped", world).steps("test"):
+        steps.append(step)
+        if step == 2 and world.rank == 1:
+            world.request_stop()
+    return steps
+
+
 def poisoned(directory, world):
     """A NaN in the gradient of rank 1 alone: what the ranks do about it, and whether any weight moved."""
-    model = load_sharded(GOLDEN / "tied_tf5", world, dtype=torch.float32, bf16=False)
-    cfg = Config(max_skipped=2)
-    object.__setattr__(cfg, "output", str(directory / "poisoned"))
-    run = TrainingRun(cfg, model, world, settings={}, num_steps=9, spread=None, console=(), extra={})
-    before, counts = [parameter.to_local().clone() for parameter in model.parameters()], []
+    run = training_run(directory / "poisoned", world)
+    model, counts = run.model, []
+    before = [parameter.to_local().clone() for parameter in model.parameters()]
     try:
         for number in range(3):
             results, _ = gradient(model, number, world)
@@ -132,6 +148,7 @@ def measure(rank, directory, source):
     seen["two to two"], seen["drawn after two"], model = saved(directory / "by two", world)
     seen["resumed"], seen["drawn resumed"] = continued(directory / "by two", world)
     seen["one to two"], seen["drawn new"] = continued(directory / "by one", world)
+    seen["other sp"], seen["stopped"] = continued(directory / "by two", World(sp=2))[0], stopped(directory)
     export_model(model, source, directory / "export", dtype=torch.float32, world=world)
     try:
         check_shared(directory / f"scratch of {rank}", world)
@@ -176,7 +193,13 @@ def test_what_two_processes_saved_one_takes_up_and_the_other_way_round(seen):
     assert seen["one"]["two to one"] == pytest.approx(seen["ranks"][0]["two to two"], rel=FP32)
     for rank in seen["ranks"]:
         assert rank["one to two"] == pytest.approx(seen["one"]["one to one"], rel=FP32)
+        assert rank["other sp"] == pytest.approx(rank["two to two"], rel=FP32)  # two ranks that shared no sequence now share each one
     assert len(set(seen["one"]["one to one"])) == AFTER
+
+
+def test_a_stop_asked_of_one_rank_ends_both_after_the_same_step(seen):
+    """Had rank 0 gone by what it knows alone, it would have begun a step that rank 1 never joins."""
+    assert [rank["stopped"] for rank in seen["ranks"]] == [[0, 1, 2]] * 2
 
 
 def test_random_numbers_go_on_where_the_rank_was_there_before(seen):

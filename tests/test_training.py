@@ -164,6 +164,14 @@ def test_saving_changes_nothing_before_the_first_sound_update_either(start):
     assert torch.equal(*ends)
 
 
+def test_the_ranks_meet_after_every_step_where_a_missing_one_is_named(start, monkeypatch):
+    """The next collective would wait for it a day, in silence: it is one of the host group, whose time is that of rollouts."""
+    run, met = start(num_steps=2), []
+    monkeypatch.setattr(run.world, "check_alive", met.append)
+    assert list(run.steps("test")) == [0, 1]
+    assert met == ["step 0", "step 1"]
+
+
 def test_a_run_that_fails_does_not_save_what_it_has(start, tmp_path):
     run = start()
     with pytest.raises(ZeroDivisionError), run.running():

@@ -6,6 +6,7 @@ The directory must be shared by all processes, on every node.
 
 import json
 import os
+import pickle
 import shutil
 from pathlib import Path
 
@@ -45,7 +46,7 @@ def save_checkpoint(
     try:
         dcp.save({"model": model_state, "optimizer": optimizer_state, f"rng_{world.rank}": _random_state(world)}, checkpoint_id=temporary)
     except CheckpointException as error:  # on every rank
-        raise RunFailed(f"{temporary}: {_reason(error)}; the checkpoint before is unharmed") from None
+        raise RunFailed(f"{temporary}: {_reason(error)!r}; the checkpoint before is unharmed") from None
     world.barrier()
     if world.is_main:
         (temporary / "extra.json").write_text(json.dumps(extra, indent=2) + "\n", encoding="utf-8")
@@ -71,13 +72,16 @@ def load_checkpoint(
     path = _latest(directory)
     if path is None:
         return 0, {}
-    extra = json.loads((path / "extra.json").read_text(encoding="utf-8"))
+    try:
+        extra = json.loads((path / "extra.json").read_text(encoding="utf-8"))
+        saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    except (ValueError, EOFError, pickle.UnpicklingError) as error:
+        raise _damaged(path, error) from None
     if settings is not None:
-        _check_settings(directory, extra["settings"], json.loads(json.dumps(settings)))  # JSON has no tuples
+        _check_settings(directory, extra.get("settings", {}), json.loads(json.dumps(settings)))  # JSON has no tuples
     step = int(path.name.removeprefix("step_"))
     state = {"model": get_model_state_dict(model)}
     if optimizer is not None:
-        saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
         rng = {name: value for name, value in _random_state(world).items() if f"rng_{world.rank}.{name}" in saved}
         state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)) | ({f"rng_{world.rank}": rng} if rng else {})
     if model.config.tie_word_embeddings:
@@ -85,7 +89,7 @@ def load_checkpoint(
     try:
         dcp.load(state, checkpoint_id=path)
     except CheckpointException as error:  # on every rank
-        raise ValueError(f"{path}: damaged, or the state of another model ({_reason(error)}); give another --output or remove {directory}") from None
+        raise _damaged(path, _reason(error)) from None
     if model.config.tie_word_embeddings:
         state["model"][TIED_HEAD] = head  # shares the embedding's storage, which has just been read into
     if optimizer is None:
@@ -181,7 +185,8 @@ def _latest(directory: Path) -> Path | None:
 def _whole(directory: Path) -> list[tuple[int, Path]]:
     """(number, path) of the whole checkpoints, in no order."""
     paths = [path for path in directory.glob("step_*") if (path / ".metadata").is_file() and (path / "extra.json").is_file()]
-    return [(int(path.name.removeprefix("step_")), path) for path in paths if path.suffix != ".tmp"]
+    named = [(path.name.removeprefix("step_"), path) for path in paths]
+    return [(int(number), path) for number, path in named if number.isdecimal()]  # neither step_9.tmp nor a copy kept as step_9.good
 
 
 def _check_settings(directory: Path, saved: dict, settings: dict) -> None:
@@ -219,5 +224,9 @@ def _sample_log_probs(model: Qwen3, world: World) -> torch.Tensor:
         return model.token_log_probs(ids[:, :-1], ids[:, 1:], torch.ones_like(ids[:, 1:]))
 
 
-def _reason(error: CheckpointException) -> str:
-    return repr(next(iter(error.failures.values()))[0])
+def _damaged(path: Path, reason: BaseException) -> ValueError:
+    return ValueError(f"{path}: damaged, or the state of another model ({reason!r}); give another --output, or remove it to resume from the one before")
+
+
+def _reason(error: CheckpointException) -> BaseException:
+    return next(iter(error.failures.values()))[0]

@@ -10,7 +10,7 @@ from venus.sampler import DECODE_KERNELS, KV_CACHES, Sampler, SamplingParams
 
 @dataclass(frozen=True)
 class DecodingOptions:
-    """Flags that decide how fast rollouts are made and how much memory they take, and none of their ids."""
+    """Flags that decide how fast rollouts are made and how much memory they take and, but for rounding (see `sampler`), none of their ids."""
 
     slots: int = option(16, help="rollouts decoded at once", unit="rows")
     concurrent: int | None = option(None, help="rollouts open at once: one that waits for its tool costs no slot; empty is as many as slots", unit="rows")

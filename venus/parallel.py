@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from venus.batches import Packed
 from venus.cli import RunFailed
 from venus.model import Qwen3
+from venus.plan import check_heads
 
 TIMEOUT = timedelta(minutes=20)
 HOST_TIMEOUT = timedelta(hours=24)  # rollouts of one rank may take hours longer than those of another
@@ -126,11 +127,9 @@ def shard(model: Qwen3, world: World, *, bf16: bool) -> Qwen3:
     """Wrap every block, then the root, in FSDP2, in place. Build the optimizer afterwards: one built before would update nothing.
 
     Gradients are SUMmed over ranks (the losses are already divided by global counts). bf16: bf16 compute over fp32 masters, fp32 reduction.
-    A model on the meta device stays there: `to_empty` it and fill in this rank's rows. ValueError when sp does not divide the query heads.
+    A model on the meta device stays there: `to_empty` it and fill in this rank's rows. ValueError: as `plan.check_heads`.
     """
-    heads = model.config.num_attention_heads
-    if heads % world.sp:
-        raise ValueError(f"sp {world.sp}: does not divide the model's {heads} query heads; choose one of {[n for n in range(1, heads + 1) if heads % n == 0]}")
+    check_heads(model.config, world.sp)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False) if bf16 else MixedPrecisionPolicy()
     for unit in [*model.model.layers, model]:
         # resharding the root too: its default keeps it gathered after a no-grad pass, and the next forward then reads stale weights

@@ -55,6 +55,13 @@ def num_parameters(config) -> int:
     return config.num_hidden_layers * block_parameters(config) + (tables * config.vocab_size + 1) * config.hidden_size
 
 
+def check_heads(config, sp: int) -> None:
+    """ValueError when sp does not divide the query heads, of which each rank of a sequence takes an equal part."""
+    heads = config.num_attention_heads
+    if heads % sp:
+        raise ValueError(f"sp {sp}: does not divide the model's {heads} query heads; choose one of {[n for n in range(1, heads + 1) if heads % n == 0]}")
+
+
 def layer_bytes(config, bf16: bool) -> int:
     """Bytes a token that one block keeps for its backward, attention by a flash kernel: 166 KiB in Qwen3-4B in bf16.
 
@@ -91,7 +98,11 @@ def training_memory(config, setting: Training) -> dict[str, int]:
 
 
 def memory_rows(config, setting: Training, gpu_memory: float | None) -> list[tuple[str, str]]:
-    """Rows for `print_plan`: the items of a GPU and their sum; given `gpu_memory` in GB (10^9 bytes) whether that fits, and if not, which flags help."""
+    """Rows for `print_plan`: the items of a GPU and their sum; given `gpu_memory` in GB (10^9 bytes) whether that fits, and if not, which flags help.
+
+    ValueError: as `check_heads`.
+    """
+    check_heads(config, setting.sp)
     items = training_memory(config, setting)
     total, limit, flags = sum(items.values()), USABLE * 1e9 * (gpu_memory or 0), {}
     rows = [(f"memory per GPU, {name}", readable_bytes(count)) for name, count in [*items.items(), ("total", total)]]
@@ -102,16 +113,16 @@ def memory_rows(config, setting: Training, gpu_memory: float | None) -> list[tup
     line = f"{readable_bytes(total)} of {readable_bytes(limit)} usable"
     if total <= limit:
         return [*rows, ("verdict", f"fits: {line}")]
-    for flag, value, changed in knobs(setting):
+    for flag, value, changed in knobs(config, setting):
         flags[flag] = value
         if sum(training_memory(config, changed).values()) <= limit:
             return [*rows, ("verdict", f"does not fit: {line}; it does with {' '.join(f'{flag} {value}' for flag, value in flags.items())}")]
     return [*rows, ("verdict", f"does not fit: {line}, whatever the flags; use more GPUs or a smaller --max-length")]
 
 
-def knobs(setting: Training) -> Iterator[tuple[str, object, Training]]:
+def knobs(config, setting: Training) -> Iterator[tuple[str, object, Training]]:
     """(flag, value, setting) that need less and less memory, each on top of those before, in the order in which to turn them."""
-    while setting.world_size % (2 * setting.sp) == 0:
+    while setting.world_size % (2 * setting.sp) == config.num_attention_heads % (2 * setting.sp) == 0:
         setting = replace(setting, sp=2 * setting.sp)
         yield "--sp", setting.sp, setting
     for recompute in {"off": ("on", "offload"), "on": ("offload",), "offload": ()}[setting.recompute]:

@@ -3,10 +3,13 @@
 The sampler knows token ids, budgets and stop ids, and nothing of tools or text. A row is open from its prompt to its last token; while its caller does
 something else it keeps its context and costs no slot. A step is one forward pass: one token of every row that is decoding, `num_slots` at most, and
 chunks of what other rows have yet to read. A token is drawn by inverting the cumulative distribution at one uniform number from (key, position), so a
-row's ids depend on its prompt, its key and the weights, not on its batch or on an interruption.
+row's ids depend on its prompt, its key and the weights, not on its batch or on an interruption; in fp32 on the CPU its log-probs have the same bits in
+any company.
 
 A pool of pages may hold fewer tokens than all rows could fill. When it is full the youngest row gives its pages up; what it had is read again when
-there is room, and goes on with the same ids. Nothing is dropped, and the oldest row that has something to do always has its way.
+there is room. Nothing is dropped, and the oldest row that has something to do always has its way. What was read again, or in a pass that also scores
+an answer, was summed in another order: a later draw falls otherwise where its uniform lies on the edge between two tokens, once in tens of thousands
+of tokens in fp32, more often in bf16.
 
 Shapes: R rows  V vocab  N tokens  D hidden.
 """

@@ -29,7 +29,7 @@ class TrainingOptions:
     """Flags of train_sft.py and train_igpo.py that do not change what is computed: a run may be resumed with others."""
 
     # memory and speed
-    sp: int = option(1, help="GPUs that share one sequence (Ulysses); divides the number of processes")
+    sp: int = option(1, help="GPUs that share one sequence (Ulysses); divides the number of processes and of query heads")
     recompute: str = option("on", help="activations: kept, computed again from block inputs, or those kept in host memory", choices=RECOMPUTE)
     max_tokens_per_gpu: int = option(32_768, help="packed tokens of one forward pass on each GPU; a longer row runs alone", unit="tokens")
     kernel: str = option("auto", help="auto is Triton on CUDA and torch elsewhere; which one it was stands in run.json", choices=KERNELS)
@@ -81,7 +81,10 @@ class TrainingRun:
     ):  # fmt: skip
         self.cfg, self.model, self.world, self.num_steps, self.spread = cfg, model, world, num_steps, spread
         self.output, self.kernel = Path(cfg.output), choose_kernel(cfg.kernel, world.device)
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), weight_decay=cfg.weight_decay)
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), weight_decay=cfg.weight_decay,
+            fused=world.device.type == "cuda",  # torch's default there takes the root of a whole moment at once, as large as the weights
+        )  # fmt: skip
         check_shared(self.output, world)
         check_export(cfg.model, self.output / "model")
         self.step, saved = load_checkpoint(self.output / "checkpoints", model, self.optimizer, world, settings=settings)
@@ -110,6 +113,7 @@ class TrainingRun:
         bar = {"initial": self.step, "total": self.num_steps, "desc": name, "unit": "step", "disable": not self.world.is_main or None}
         for step in tqdm(range(self.step, self.num_steps), **bar):
             yield step
+            self.world.check_alive(f"step {step}")
             self.step = step + 1
             if self.step % self.cfg.save_every == 0 or self.step == self.num_steps:
                 self.save()
@@ -184,7 +188,7 @@ def lack_of_memory(config: Qwen3Config, spread: Training) -> str:
     """What the plan says about a run that did not fit: its numbers and the flag to turn first."""
     items = training_memory(config, spread)
     largest = max(items, key=items.get)
-    flags = [f"{flag} {value}" for flag, value, _ in knobs(spread)]
+    flags = [f"{flag} {value}" for flag, value, _ in knobs(config, spread)]
     return (
         f"out of GPU memory; the plan has {readable_bytes(sum(items.values()))} a GPU for training, most of it {largest} "
         f"({readable_bytes(items[largest])}): try {flags[0] if flags else 'more GPUs, or shorter sequences'}"
