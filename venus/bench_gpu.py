@@ -92,7 +92,7 @@ def train(shape: GpuShape, world: World, name: str) -> Iterator[dict]:
     is_cuda = world.device.type == "cuda"
     model = shard(random_weights(shape.config, world.device, torch.float32), world, bf16=is_cuda)
     set_recompute(model, "on")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=is_cuda)
     for tokens in shape.training:
         ids = torch.randint(shape.config.vocab_size, (tokens + 1,), generator=torch.Generator().manual_seed(0)).tolist()
         mask = (torch.arange(tokens + 1) % 100 < 100 * LOSS_SHARE).float()
