@@ -137,6 +137,21 @@ def test_the_smallest_pool_serves_many_rows_by_preempting_the_youngest():
     assert_same(got, play(contiguous(6), [Job(number, seed) for number, seed in enumerate(seeds)]))
 
 
+def test_rows_start_in_their_order_and_leave_room_to_grow():
+    """Prompts of 11 tokens are three pages of 4 and grow into a fourth. Of 14 pages three rows take nine and leave one for each; a fourth row would find
+    room at first and soon push out or be pushed out, and the short one behind it does not overtake it."""
+    sampler = paged(5, SMALLEST, num_slots=5, prefill_tokens=100)
+    slots = [sampler.open() for _ in range(5)]
+    for slot, length in zip(slots, (11, 11, 11, 11, 2), strict=True):
+        sampler.feed(slot, ids_of(np.random.default_rng(slot), length), budget=5, key=slot)
+    sampler.step()
+    assert [sampler.cache.lengths[slot] for slot in slots] == [11, 11, 11, 0, 0]
+    while sampler.rows:
+        for generation in sampler.step():
+            sampler.close(generation.slot)
+    assert sampler.num_preempted == 0
+
+
 def test_a_pool_of_one_page_less_than_a_row_is_refused_with_the_figures():
     with pytest.raises(ValueError, match=r"a KV pool of 55 tokens \(13 pages of 4\) cannot hold one row of 56: give it at least 56 tokens"):
         paged(6, SMALLEST - 1)

@@ -283,7 +283,8 @@ class Sampler:
         return True
 
     def _num_holders(self, row: _Row) -> int:
-        return sum(self.cache.lengths[other.slot] > 0 for other in self._opened.values() if other is not row)
+        """Other rows that have pages, those included which start in this step and have no length yet."""
+        return sum(self.cache.num_held[other.slot] > 0 for other in self._opened.values() if other is not row) if self.is_paged else 0
 
     def _forward(self, singles: list[_Row], chunks: list[_Chunk]) -> tuple[list[_Row], list, list]:
         """Run one pass. Returns the rows that drew, their tokens, log-probs and kept mass, and (row, value) of every answer."""
