@@ -162,8 +162,8 @@ def decode(cfg: DecodeConfig) -> None:
     if "transformers" in sides:
         print_speedup("sampler, forked over transformers generate", total["sampler, forked"], total["transformers"], goal=2)
         print_speedup("the same in CPU seconds, which a busy machine stretches less", cpu["sampler, forked"], cpu["transformers"])
+        print_speedup("sampler, forked, after the first token", after_first["sampler, forked"], after_first["transformers"])  # not forked, rows start apart
         print_speedup("sampler over transformers generate", total["sampler"], total["transformers"])
-        print_speedup("the same without the first token", after_first["sampler"], after_first["transformers"])
     else:
         print("transformers is not installed: no comparison with its generate")
     best = model.logits(model(torch.cat([prompts_BS, ids["sampler"]], dim=1))[:, context - 1 : -1].flatten(0, 1)).topk(2)
