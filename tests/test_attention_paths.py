@@ -2,6 +2,7 @@
 
 import inspect
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.attention import varlen
@@ -11,6 +12,7 @@ from venus import attention, cached_attention
 from venus.attention import Documents, Layout, Span, attend, plan_attention
 from venus.cache import KVCache, PagedKVCache
 from venus.cached_attention import CachedLayout
+from venus.ragged_attention import attend_ragged, plan_ragged
 
 SPANS = (Span(0, 12, 0, 0), Span(12, 16, 0, 5), Span(16, 20, 0, 12), Span(20, 26, 20, 20), Span(26, 29, 20, 22))
 
@@ -111,6 +113,27 @@ def test_a_torch_without_the_keyword_is_named(monkeypatch):
     attention.varlen_keywords.cache_clear()
 
 
+@pytest.mark.parametrize("kv_heads", [1, 2, 6])
+@pytest.mark.parametrize("is_paged", [False, True])
+def test_ragged_products_equal_attention_row_by_row(kv_heads, is_paged):
+    """Rows of 1 to 70 positions in any order, six query heads, fp64; what no row holds is NaN and is not touched."""
+    rng, generator = np.random.default_rng(kv_heads), torch.Generator().manual_seed(0)
+    shape = {"num_layers": 2, "num_rows": 12, "capacity": 80, "num_kv_heads": kv_heads, "head_dim": 8, "dtype": torch.float64, "device": "cpu"}
+    cache = PagedKVCache(**shape, num_tokens=12 * 80, page_size=16) if is_paged else KVCache(**shape)
+    for buffer in cache.vectors(1):
+        buffer.fill_(torch.nan)
+    rows, lengths = rng.permutation(12)[:9].tolist(), rng.integers(1, 71, 9).tolist()
+    for row, length in zip(rows, lengths, strict=True):
+        cache.reserve(row, length)
+        keys, values = torch.randn(2, length, kv_heads, 8, dtype=torch.float64, generator=generator)
+        cache.write(1, torch.from_numpy(cache.places([row] * length, range(length))), keys, values)
+    q_RHE = torch.randn(9, 6, 8, dtype=torch.float64, generator=generator)
+    got = attend_ragged(q_RHE, *cache.vectors(1), plan_ragged(cache, rows, lengths, 6 // kv_heads))
+    for query_HE, row, length, out_HE in zip(q_RHE, rows, lengths, got, strict=True):
+        wanted = cached_attention.causal_tail(query_HE[:, None], *cache.read(1, row, length))[:, 0]
+        torch.testing.assert_close(out_HE, wanted, rtol=0, atol=1e-14)
+
+
 def test_chunks_over_pages_get_their_tables_and_lengths(monkeypatch):
     """Chunks of 5 and 3 tokens behind 9 and 2 cached ones, pages of 4. A stand-in with the signature of `varlen_attn` gathers the pages itself."""
     shape = {"num_layers": 1, "num_rows": 3, "capacity": 20, "num_kv_heads": 2, "head_dim": 8, "dtype": torch.float32, "device": "cpu"}
@@ -119,7 +142,7 @@ def test_chunks_over_pages_get_their_tables_and_lengths(monkeypatch):
     for row, count in ((2, 9), (0, 2)):
         k, v = torch.randn(2, 1, count, 2, 8, generator=generator)
         for cache in (paged, plain):
-            attend(torch.zeros(1, count, 4, 8), k, v, CachedLayout.of(cache, [row], [count]), cache)
+            attend(torch.zeros(1, count, 4, 8), k, v, CachedLayout.of(cache, [row], [count], 2), cache)
             cache.advance(row, count)
 
     def stand_in(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size, enable_gqa, seqused_k, block_table):
@@ -133,10 +156,10 @@ def test_chunks_over_pages_get_their_tables_and_lengths(monkeypatch):
         return torch.cat(outputs)
 
     q, k, v = (torch.randn(1, 8, heads, 8, generator=generator) for heads in (4, 2, 2))
-    wanted = attend(q, k, v, CachedLayout.of(plain, [2, 0], [5, 3]), plain)
+    wanted = attend(q, k, v, CachedLayout.of(plain, [2, 0], [5, 3], 2), plain)
     monkeypatch.setattr(varlen, "varlen_attn", stand_in)
     monkeypatch.setattr(cached_attention, "chunk_kernel", lambda device, dtype: "varlen")
     cached_attention.varlen_keywords.cache_clear()
-    got = attend(q, k, v, CachedLayout.of(paged, [2, 0], [5, 3]), paged)
+    got = attend(q, k, v, CachedLayout.of(paged, [2, 0], [5, 3], 2), paged)
     cached_attention.varlen_keywords.cache_clear()
     torch.testing.assert_close(got, wanted, rtol=0, atol=2e-6)

@@ -12,7 +12,7 @@ from venus.cache import KVCache, PagedKVCache
 from venus.weights import load_model
 
 GOLDEN = Path(__file__).parent / "golden"
-KIND = "contiguous"
+KIND, KERNEL = "contiguous", "ragged"
 FP32 = dict(rtol=0, atol=2e-5)  # two layers, sums of up to a hundred terms, another order of summation
 SEQUENCES = [torch.randint(64, (90,), generator=torch.Generator().manual_seed(seed)).tolist() for seed in range(4)]
 
@@ -28,11 +28,13 @@ def full(model):
     return model(torch.tensor(SEQUENCES))
 
 
-@pytest.fixture(autouse=True, params=["contiguous", "paged"])
+@pytest.fixture(autouse=True, params=["contiguous-ragged", "paged-ragged", "contiguous-torch", "paged-torch"])
 def kind(request, monkeypatch):
-    """Every test runs over rows of their own and over pages of 8 from a pool that just holds all rows."""
-    monkeypatch.setattr(sys.modules[__name__], "KIND", request.param)
-    return request.param
+    """Every test runs over rows of their own and over pages of 8 from a pool that just holds all rows, single tokens attended fast and plainly."""
+    kind, kernel = request.param.split("-")
+    monkeypatch.setattr(sys.modules[__name__], "KIND", kind)
+    monkeypatch.setattr(sys.modules[__name__], "KERNEL", kernel)
+    return kind
 
 
 def bare_cache(num_layers, num_rows, capacity, num_kv_heads, head_dim):
@@ -48,7 +50,7 @@ def new_cache(model, num_rows=4, capacity=100):
 
 def step(model, cache, tokens, advance=True):
     """Run {row: new ids} in the dict's order through the cache and return {row: hidden states}."""
-    layout = CachedLayout.of(cache, list(tokens), [len(ids) for ids in tokens.values()])
+    layout = CachedLayout.of(cache, list(tokens), [len(ids) for ids in tokens.values()], model.config.num_groups, kernel=KERNEL)
     flat = torch.tensor([token for ids in tokens.values() for token in ids])[None]
     hidden = model(flat, layout.positions_N[None], layout, cache)[0].split([len(ids) for ids in tokens.values()])
     if advance:
@@ -123,9 +125,9 @@ def test_greedy_with_the_cache_equals_greedy_without(model):
 
 
 def test_a_row_decodes_to_the_same_bits_whatever_its_mates_hold(model):
-    """Row 1 beside other sequences of other lengths (within one width of 64): the batched path keeps every bit."""
+    """Row 1 beside other sequences of other lengths: the batched paths keep every bit, the plain one over pages within one width of 64."""
     results = []
-    for mates in ([5, 17, 40], [33, 2, 9]):
+    for mates in ([5, 17, 40], [33, 2, 9 if KERNEL == "torch" else 89]):
         cache = new_cache(model)
         step(model, cache, {1: SEQUENCES[1][:20]})  # prefilled alone
         step(model, cache, {row: SEQUENCES[row][:n] for row, n in zip((0, 2, 3), mates, strict=True)})
@@ -143,7 +145,7 @@ def test_grouped_heads_read_their_own_kv_head_when_decoding():
         cache.write(0, torch.from_numpy(cache.places([row] * 4, range(4))), past_k[row], past_v[row])
         cache.advance(row, 4)
     q, k, v = (torch.randn(1, 2, heads, 8, generator=generator) for heads in (6, 2, 2))
-    out = attend(q, k, v, CachedLayout.of(cache, [0, 1], [1, 1]), cache, 0)
+    out = attend(q, k, v, CachedLayout.of(cache, [0, 1], [1, 1], 3, kernel=KERNEL), cache, 0)
     for row in range(2):
         keys, values = (torch.cat([past[row], new[0, row, None]]).repeat_interleave(3, dim=1) for past, new in ((past_k, k), (past_v, v)))
         weights = (torch.einsum("he,the->ht", q[0, row], keys) / 8**0.5).softmax(-1)

@@ -19,7 +19,7 @@ TOP = (*SCRIPTS, "venus.demo", "venus.bench")
 LEVELS = {
     0: ("cli", "jsonl", "trajectory", "protocol", "cache", "metrics", "stats", "chat_api", "http_calls", "record", "plot_svg", "pipeline", "verdicts", "draw"),
     1: (
-        *("tokenizer", "attention", "cached_attention", "igpo", "plan", "tiny_model", "rows"),
+        *("tokenizer", "attention", "cached_attention", "ragged_attention", "igpo", "plan", "tiny_model", "rows"),
         *("tools", "tools.base", "tools.offline", "tools.web", "tools.pages", "tools.cassette", "tools.options"),
     ),
     2: ("model", "world", "experts", "rewards", "batches", "observations", "benchmarks"),
@@ -32,7 +32,7 @@ LEVEL = {f"venus.{name}": level for level, names in LEVELS.items() for name in n
 SAME_LEVEL = {("venus.info_gain", "venus.weights"), ("venus.world", "venus.experts"), ("venus.trajectory", "venus.jsonl")}
 SAME_LEVEL |= {("venus.training", "venus.checkpoint"), ("venus.training", "venus.updates")}
 SAME_LEVEL |= {("venus.report", "venus.figures"), ("venus.analysis", "venus.grading")}
-SAME_LEVEL |= {("venus.attention", "venus.cached_attention"), ("venus.sampler", "venus.decode_graph")}
+SAME_LEVEL |= {("venus.attention", "venus.cached_attention"), ("venus.cached_attention", "venus.ragged_attention"), ("venus.sampler", "venus.decode_graph")}
 SAME_LEVEL |= {("venus.chat_api", "venus.http_calls"), *(("venus.bench", f"venus.bench_{part}") for part in ("clean", "gpu", "share", "step"))}
 # Narrower than their level: the sampler never learns about tools, igpo is arithmetic on tensors.
 WALLS = {"venus.sampler": {"venus.model", "venus.cache", "venus.cached_attention", "venus.decode_graph", "venus.draw", "kernels.launch"}}
@@ -41,8 +41,9 @@ WALLS |= {"venus.igpo": {"venus.trajectory"}}
 # From a question to a gradient: the part to read.
 METHOD = (
     *("train_sft", "train_igpo", "venus.trajectory", "venus.protocol", "venus.tokenizer", "venus.model", "venus.attention", "venus.cached_attention"),
-    *("venus.cache", "venus.sampler", "venus.draw", "venus.agent", "venus.collect", "venus.info_gain", "venus.igpo", "venus.rewards", "venus.batches"),
-    *("venus.updates", "venus.parallel", "venus.training", "kernels.cross_entropy", "kernels.gt_score", "kernels.paged_decode"),
+    *("venus.ragged_attention", "venus.cache", "venus.sampler", "venus.draw", "venus.agent", "venus.collect", "venus.info_gain", "venus.igpo"),
+    *("venus.rewards", "venus.batches", "venus.updates", "venus.parallel", "venus.training"),
+    *("kernels.cross_entropy", "kernels.gt_score", "kernels.paged_decode"),
 )
 
 NETWORK = ("requests", "urllib3", "urllib.request", "http", "socket", "ssl", "aiohttp", "httpx", "websockets", "ftplib", "smtplib")

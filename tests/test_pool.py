@@ -265,7 +265,7 @@ def test_a_graph_of_all_slots_gives_the_ids_of_single_passes(monkeypatch):
     monkeypatch.setattr("venus.decode_graph.capture", torch.inference_mode()(capture))
     seeds, ids = [3, 14, 15, 92], []
     for cuda_graph in (False, True):
-        sampler = paged(4, 200, num_slots=4)
+        sampler = paged(4, 200, num_slots=4, decode_kernel="torch")
         sampler.cuda_graph = cuda_graph
         ids.append(play(sampler, [Job(number, seed) for number, seed in enumerate(seeds)]))
     assert_same(*ids)
@@ -303,7 +303,7 @@ def test_an_answer_without_room_is_refused_with_the_figures():
 
 
 def test_what_auto_came_to_is_named():
-    kernels = {"decode_kernel": "torch", "chunk_kernel": "torch", "cuda_graph": False}
+    kernels = {"decode_kernel": "ragged", "chunk_kernel": "torch", "cuda_graph": False}
     assert contiguous(1).choices == {"kv_cache": "contiguous", "kv_tokens": None, "page_size": None} | kernels
     assert paged(1, 60).choices == {"kv_cache": "paged", "kv_tokens": 60, "page_size": 4} | kernels
 
@@ -315,6 +315,7 @@ def test_what_auto_came_to_is_named():
         ({"cuda_graph": True}, "need kv_cache paged"),
         ({"kv_cache": "paged", "cuda_graph": True}, "cuda_graph True.*they need a GPU"),
         ({"kv_cache": "paged", "decode_kernel": "varlen"}, "decode_kernel varlen on cpu: they need a GPU"),
+        ({"decode_kernel": "triton"}, "a decode kernel for pages.* need kv_cache paged"),
     ],
 )
 def test_what_the_device_cannot_do_is_refused(options, message):

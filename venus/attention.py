@@ -109,7 +109,7 @@ def attend(
         out_NHE = _attend_spans(q_NHE, *_with_earlier(k_NKE, v_NKE, layout.first, cache, layer), layout)
     else:
         assert cache is not None, "a CachedLayout needs its cache"
-        cache.write(layer, layout.places, k_NKE[: len(layout.places)], v_NKE[: len(layout.places)])
+        cache.write(layer, layout.places_NK, k_NKE[: len(layout.places_NK)], v_NKE[: len(layout.places_NK)])
         out_NHE = attend_cached(q_NHE, layout, cache, layer)
     out_BSHE = out_NHE.view(q_BSHE.shape)
     return layout.to_sequence(out_BSHE) if is_packed else out_BSHE

@@ -3,7 +3,7 @@
 Both caches are used alike: `reserve` room, `write` at `places`, `advance` over what shall stay; what is not advanced over, such as an answer
 branch, is invisible, and `truncate` gives its room back.
 
-Shapes: R cache rows  K kv heads  T positions  E head_dim  N tokens  P pages  W pages of a row.
+Shapes: R cache rows  K kv heads  T positions  E head_dim  N tokens  P pages  W pages of a row  V vectors of E numbers in a layer.
 """
 
 from collections.abc import Sequence
@@ -44,14 +44,18 @@ class KVCache:
         self.reserve(0, max(lengths, default=0))
 
     def places(self, rows: Sequence[int], positions: Sequence[int]) -> np.ndarray:
-        """Where `write` puts token n, int64 [N, K]: indices of vectors of E numbers in the buffer as it is now."""
+        """Where token n lies, int64 [N, K]: indices into `vectors` as they are now."""
         _, num_heads, allocated, _ = self.keys_RKTE[0].shape
         return (np.asarray(rows)[:, None] * num_heads + np.arange(num_heads)) * allocated + np.asarray(positions)[:, None]
 
+    def vectors(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer, each [V, E]."""
+        return tuple(buffer.view(-1, buffer.shape[-1]) for buffer in (self.keys_RKTE[layer], self.values_RKTE[layer]))
+
     def write(self, layer: int, places_NK: Tensor, keys_NKE: Tensor, values_NKE: Tensor) -> None:
         """Store new keys and values of one layer at their places; lengths do not change (see `advance`)."""
-        for buffer_RKTE, new_NKE in ((self.keys_RKTE[layer], keys_NKE), (self.values_RKTE[layer], values_NKE)):
-            buffer_RKTE.view(-1, buffer_RKTE.shape[-1]).index_copy_(0, places_NK.flatten(), new_NKE.flatten(0, 1))
+        for buffer_VE, new_NKE in zip(self.vectors(layer), (keys_NKE, values_NKE), strict=True):
+            buffer_VE.index_copy_(0, places_NK.flatten(), new_NKE.flatten(0, 1))
 
     def read(self, layer: int, row: int, length: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the first `length` positions of a row, each [K, T, E]."""
@@ -125,14 +129,14 @@ class PagedKVCache(KVCache):
             self.reserve(row, length)
 
     def places(self, rows: Sequence[int], positions: Sequence[int]) -> np.ndarray:
-        """Where `write` puts token n, int64 [N]: indices of positions in the pool."""
-        positions = np.asarray(positions)
-        return self.tables_RW[rows, positions // self.page_size].astype(np.int64) * self.page_size + positions % self.page_size
+        """Where token n lies, int64 [N, K]: indices into `vectors`."""
+        positions, num_heads = np.asarray(positions), self.pages.shape[-2]
+        place_N = self.tables_RW[rows, positions // self.page_size].astype(np.int64) * self.page_size + positions % self.page_size
+        return place_N[:, None] * num_heads + np.arange(num_heads)
 
-    def write(self, layer: int, places_N: Tensor, keys_NKE: Tensor, values_NKE: Tensor) -> None:
-        """Store new keys and values of one layer at their places; lengths do not change (see `advance`)."""
-        self.keys_PTKE[layer].flatten(0, 1).index_copy_(0, places_N, keys_NKE)
-        self.values_PTKE[layer].flatten(0, 1).index_copy_(0, places_N, values_NKE)
+    def vectors(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer, each [V, E]."""
+        return tuple(pages.view(-1, pages.shape[-1]) for pages in (self.keys_PTKE[layer], self.values_PTKE[layer]))
 
     def read(self, layer: int, row: int, length: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the first `length` positions of a row, each [K, T, E], gathered from its pages."""

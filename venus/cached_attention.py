@@ -17,28 +17,9 @@ from torch.nn.attention import varlen
 
 from kernels.paged_decode import paged_decode
 from venus.cache import KVCache, PagedKVCache
+from venus.ragged_attention import RaggedPlan, attend_ragged, plan_ragged
 
-BLOCK_ROWS = 8  # neighbours decoded in one product: fewer cost more calls, more read up to the longest of more rows
 TAIL_ROWS = 1024  # rows of one mask, when a chunk of a sequence looks back at what came before: more would be quadratic in memory
-
-
-class Block(NamedTuple):
-    """Cache rows [start, end), one query each: bias is 0 where a row sees a cached position, else -inf."""
-
-    start: int
-    end: int
-    bias_R11T: Tensor
-
-
-class RowBlocks(NamedTuple):
-    """Single new tokens over contiguous rows, attended in blocks of at most BLOCK_ROWS neighbours, each as wide as its longest row.
-
-    tokens_R: the token of every row of the blocks (any, where a row has none); rows_N: where token n's row stands in the blocks.
-    """
-
-    blocks: list[Block]
-    tokens_R: Tensor
-    rows_N: Tensor
 
 
 class PageTables(NamedTuple):
@@ -58,8 +39,8 @@ class PageTables(NamedTuple):
 class CachedLayout:
     """New tokens of some cache rows, packed in the order of `rows`: `counts[i]` tokens for row `rows[i]`, placed after its `past[i]` cached ones.
 
-    The leading rows with one token each are attended together as `singles` says, the others by flash attention (`chunks`) or row by row. Tokens
-    beyond the sum of the counts are padding: nothing of them is kept.
+    The leading `num_singles` rows have one token each and are attended together as `singles` says, the others by flash attention (`chunks`) or row by
+    row. Tokens beyond the sum of the counts are padding: nothing of them is kept.
     """
 
     rows: tuple[int, ...]
@@ -67,17 +48,19 @@ class CachedLayout:
     past: tuple[int, ...]
     num_singles: int
     positions_N: Tensor
-    places: Tensor
-    singles: RowBlocks | PageTables | None
+    places_NK: Tensor
+    singles: RaggedPlan | PageTables | None
     chunks: PageTables | None
 
     @staticmethod
     def of(
-        cache: KVCache, rows: Sequence[int], counts: Sequence[int], device: torch.device | str = "cpu", *, num_tokens: int = 0, kernel: str = "torch"
-    ) -> "CachedLayout":
+        cache: KVCache, rows: Sequence[int], counts: Sequence[int], num_groups: int, device: torch.device | str = "cpu", *, num_tokens: int = 0,
+        kernel: str = "torch",
+    ) -> "CachedLayout":  # fmt: skip
         """Plan `counts[i]` new tokens for each row of `rows`, padded to `num_tokens`; the caller advances the cache afterwards.
 
-        kernel: how single tokens attend to pages, "triton", "varlen" or "torch". ValueError beyond the capacity.
+        num_groups: H/K. kernel: how single tokens attend, "ragged" on the CPU, "triton" or "varlen" to pages on CUDA, "torch" anywhere, to contiguous
+        rows one by one. ValueError beyond the capacity.
         """
         past = [cache.lengths[row] for row in rows]
         ends = [start + count for start, count in zip(past, counts, strict=True)]
@@ -85,21 +68,23 @@ class CachedLayout:
         num_singles = next((i for i, count in enumerate(counts) if count != 1), len(rows))
         chunks_of = [np.arange(start, end) for start, end in zip(past[num_singles:], ends[num_singles:], strict=True)]
         positions = np.concatenate([np.asarray(past[:num_singles], dtype=np.int64), *chunks_of])
-        places = torch.from_numpy(cache.places(np.repeat(rows, counts), positions)).to(device)
+        places_NK = torch.from_numpy(cache.places(np.repeat(rows, counts), positions)).to(device)
         positions_N = torch.zeros(max(num_tokens, len(positions)), dtype=torch.int64)
         positions_N[: len(positions)] = torch.from_numpy(positions)
         positions_N = positions_N.to(device)
         singles = chunks = None
-        if isinstance(cache, PagedKVCache):
-            if num_singles:
-                singles = _page_tables(cache, rows[:num_singles], ends[:num_singles], device, kernel)
-            if num_singles < len(rows) and chunk_kernel(device, cache.pages.dtype) == "varlen":
-                tables = _page_tables(cache, rows[num_singles:], ends[num_singles:], device, "varlen")
-                starts = np.cumsum([0, *counts[num_singles:]], dtype=np.int32)
-                chunks = tables._replace(starts=torch.from_numpy(starts).to(device), longest=max(counts))
+        is_paged = isinstance(cache, PagedKVCache)
+        if not (is_paged or kernel == "ragged"):
+            num_singles = 0
+        elif num_singles and kernel == "ragged":
+            singles = plan_ragged(cache, rows[:num_singles], ends[:num_singles], num_groups)
         elif num_singles:
-            singles = _row_blocks(cache, rows[:num_singles], ends[:num_singles], device)
-        return CachedLayout(tuple(rows), tuple(counts), tuple(past), num_singles, positions_N, places, singles, chunks)
+            singles = _page_tables(cache, rows[:num_singles], ends[:num_singles], device, kernel)
+        if is_paged and num_singles < len(rows) and chunk_kernel(device, cache.pages.dtype) == "varlen":
+            tables = _page_tables(cache, rows[num_singles:], ends[num_singles:], device, "varlen")
+            starts = np.cumsum([0, *counts[num_singles:]], dtype=np.int32)
+            chunks = tables._replace(starts=torch.from_numpy(starts).to(device), longest=max(counts))
+        return CachedLayout(tuple(rows), tuple(counts), tuple(past), num_singles, positions_N, places_NK, singles, chunks)
 
 
 def _page_tables(cache: PagedKVCache, rows: Sequence[int], lengths: Sequence[int], device: torch.device | str, kernel: str) -> PageTables:
@@ -107,32 +92,11 @@ def _page_tables(cache: PagedKVCache, rows: Sequence[int], lengths: Sequence[int
     return PageTables(torch.from_numpy(cache.tables_RW[list(rows), :width]).to(device), torch.tensor(lengths, dtype=torch.int32).to(device), kernel)
 
 
-def _row_blocks(cache: KVCache, rows: Sequence[int], lengths: Sequence[int], device: torch.device | str) -> RowBlocks:
-    num_rows, _, allocated, _ = cache.keys_RKTE[0].shape
-    # a row without a new token sees something, too: a softmax over nothing would be NaN
-    visible, token_of, place_of = np.ones(num_rows, np.int64), np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
-    visible[list(rows)], token_of[list(rows)] = lengths, np.arange(len(rows))
-    spans = []
-    for row in sorted(rows):
-        if spans and row < spans[-1][0] + BLOCK_ROWS and row <= spans[-1][1] + 1:  # one idle row between costs less than another call
-            spans[-1][1] = row + 1
-        else:
-            spans.append([row, row + 1])
-    # rounded up so that the last bits hardly depend on the batch mates
-    widths = [min(-(-int(visible[start:end].max()) // 32) * 32, allocated) for start, end in spans]
-    members = np.concatenate([np.arange(start, end) for start, end in spans])
-    place_of[members] = np.arange(len(members))
-    bias = np.where(np.arange(max(widths)) < visible[:, None, None, None], np.float32(0), -np.float32(np.inf))
-    bias_R11T = torch.from_numpy(bias).to(device, cache.keys_RKTE[0].dtype)
-    blocks = [Block(start, end, bias_R11T[start:end, :, :, :width]) for (start, end), width in zip(spans, widths, strict=True)]
-    return RowBlocks(blocks, torch.from_numpy(token_of[members]).to(device), torch.from_numpy(place_of[list(rows)]).to(device))
-
-
 def attend_cached(q_NHE: Tensor, layout: CachedLayout, cache: KVCache, layer: int) -> Tensor:
     """Leading single tokens together, then chunks; 0 for the padding."""
     outputs, start = [], layout.num_singles
-    if isinstance(layout.singles, RowBlocks):
-        outputs.append(_attend_blocks(q_NHE, cache.keys_RKTE[layer], cache.values_RKTE[layer], layout.singles))
+    if isinstance(layout.singles, RaggedPlan):
+        outputs.append(attend_ragged(q_NHE[:start], *cache.vectors(layer), layout.singles))
     elif layout.singles is not None:
         outputs.append(_attend_pages(q_NHE[:start], cache.keys_PTKE[layer], cache.values_PTKE[layer], layout.singles))
     if layout.chunks is not None:
@@ -160,16 +124,6 @@ def _attend_pages(q_NHE: Tensor, keys_PTKE: Tensor, values_PTKE: Tensor, pages: 
     )  # fmt: skip
 
 
-def _attend_blocks(q_NHE: Tensor, keys_RKTE: Tensor, values_RKTE: Tensor, plan: RowBlocks) -> Tensor:
-    q_RKGE, outputs, start = q_NHE.index_select(0, plan.tokens_R).unflatten(1, (keys_RKTE.shape[1], -1)), [], 0
-    for first, last, bias_R11T in plan.blocks:  # the H/K heads of a group become the query axis, so no key is repeated for its group
-        width = bias_R11T.shape[-1]
-        keys, values = keys_RKTE[first:last, :, :width], values_RKTE[first:last, :, :width]
-        outputs.append(F.scaled_dot_product_attention(q_RKGE[start : start + last - first], keys, values, attn_mask=bias_R11T))
-        start += last - first
-    return torch.cat(outputs).flatten(1, 2).index_select(0, plan.rows_N)
-
-
 def chunk_kernel(device: torch.device | str, dtype: torch.dtype) -> str:
     """How several new tokens of a row attend to pages: "varlen", flash attention for all rows at once, where there is a GPU, half precision and a torch
     that takes pages (2.12), else "torch", row by row."""
@@ -194,7 +148,7 @@ def causal_tail(q_HSE: Tensor, k_KTE: Tensor, v_KTE: Tensor) -> Tensor:
     if TAIL_ROWS < num_new < num_keys:
         stops = [(start, num_keys - num_new + min(start + TAIL_ROWS, num_new)) for start in range(0, num_new, TAIL_ROWS)]
         return torch.cat([causal_tail(q_HSE[:, start : start + TAIL_ROWS], k_KTE[:, :stop], v_KTE[:, :stop]) for start, stop in stops], dim=1)
-    mask_ST = None
+    bias_ST = None
     if 1 < num_new < num_keys:  # is_causal aligns top-left, which is wrong for a tail
-        mask_ST = torch.ones(num_new, num_keys, dtype=torch.bool, device=q_HSE.device).tril(num_keys - num_new)
-    return F.scaled_dot_product_attention(q_HSE[None], k_KTE[None], v_KTE[None], attn_mask=mask_ST, is_causal=num_new == num_keys, enable_gqa=True)[0]
+        bias_ST = q_HSE.new_full((num_new, num_keys), -torch.inf).triu_(num_keys - num_new + 1)
+    return F.scaled_dot_product_attention(q_HSE[None], k_KTE[None], v_KTE[None], attn_mask=bias_ST, is_causal=num_new == num_keys, enable_gqa=True)[0]

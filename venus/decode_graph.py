@@ -18,10 +18,11 @@ class DecodeGraph:
 
     def __init__(self, model: Qwen3, cache: PagedKVCache, num_slots: int, kernel: str):
         device, width = cache.pages.device, cache.tables_RW.shape[1]
-        self.ids_N, self.positions_N, self.places_N = (torch.zeros(num_slots, dtype=torch.int64, device=device) for _ in range(3))
+        self.ids_N, self.positions_N = (torch.zeros(num_slots, dtype=torch.int64, device=device) for _ in range(2))
+        self.places_NK = torch.zeros((num_slots, cache.pages.shape[-2]), dtype=torch.int64, device=device)
         tables_RW, lengths_R = torch.zeros((num_slots, width), dtype=torch.int32, device=device), torch.ones(num_slots, dtype=torch.int32, device=device)
         self.pages = PageTables(tables_RW, lengths_R, kernel)
-        layout = CachedLayout((), (), (), num_slots, self.positions_N, self.places_N, self.pages, None)
+        layout = CachedLayout((), (), (), num_slots, self.positions_N, self.places_NK, self.pages, None)
         self.replay, self.hidden_ND = capture(lambda: model(self.ids_N[None], self.positions_N[None], layout, cache)[0])
 
     def run(self, ids_N: Tensor, layout: CachedLayout) -> Tensor:
@@ -30,7 +31,7 @@ class DecodeGraph:
         A slot without a row runs token 0 at position 0 into page 0, which is no row's.
         """
         count, width = layout.num_singles, layout.singles.tables_RW.shape[1]
-        for kept, new in ((self.ids_N, ids_N), (self.positions_N, layout.positions_N), (self.places_N, layout.places)):
+        for kept, new in ((self.ids_N, ids_N), (self.positions_N, layout.positions_N), (self.places_NK, layout.places_NK)):
             kept.zero_()
             kept[:count] = new[:count]
         self.pages.tables_RW.zero_()

@@ -17,7 +17,7 @@ class DecodingOptions:
     kv_cache: str = option("auto", help="pages of one pool, or a stretch for every row; auto is paged on CUDA or with a size given", choices=KV_CACHES)
     kv_tokens: int | None = option(None, help="tokens of the KV pool, all rollouts together; empty: all full, on CUDA what fits", unit="tokens")
     kv_memory: float | None = option(None, help="size of the KV pool, in place of --kv-tokens", unit="GB")
-    decode_kernel: str = option("auto", help="attention of a decode step over pages; auto is triton on CUDA, torch elsewhere", choices=DECODE_KERNELS)
+    decode_kernel: str = option("auto", help="attention of a decode step; auto is triton on CUDA, ragged on the CPU", choices=DECODE_KERNELS)
     cuda_graph: bool = option(False, help="replay a CUDA graph in steps that only decode; needs the paged cache")
     # for --dry-run
     gpu_memory: float | None = option(None, help="for --dry-run: plan for a GPU of this size", unit="GB")

@@ -212,7 +212,7 @@ def score_cached(model: Qwen3, item: Cuts) -> list[float]:
 
 
 def _extend(model: Qwen3, cache: KVCache, ids: Sequence[int]) -> torch.Tensor:
-    layout = CachedLayout.of(cache, [0], [len(ids)], model.lm_head.weight.device)
+    layout = CachedLayout.of(cache, [0], [len(ids)], model.config.num_groups, model.lm_head.weight.device)
     return model(torch.tensor([list(ids)], device=model.lm_head.weight.device), layout.positions_N[None], layout, cache)[0]
 
 

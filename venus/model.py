@@ -38,6 +38,11 @@ class Qwen3Config:
     tie_word_embeddings: bool
     dtype: str = "bfloat16"
 
+    @property
+    def num_groups(self) -> int:
+        """Query heads that share a kv head, H/K."""
+        return self.num_attention_heads // self.num_key_value_heads
+
     @staticmethod
     def read(directory: str | Path) -> "Qwen3Config":
         """Read `directory/config.json` as transformers 4 or 5 writes it. ValueError names the file and the setting that is missing or unsupported."""
@@ -294,7 +299,7 @@ class Qwen3(nn.Module):
             positions_BS = torch.arange(ids_BS.shape[1], device=ids_BS.device).expand_as(ids_BS)
         x_BSD = self.model.embed_tokens(ids_BS)
         rope = rope_cos_sin(positions_BS, self.config.head_dim, self.config.rope_theta, x_BSD.dtype)
-        layout = plan_attention(layout, x_BSD, self.config.num_attention_heads // self.config.num_key_value_heads, kernel, cache)
+        layout = plan_attention(layout, x_BSD, self.config.num_groups, kernel, cache)
         for block in self.model.layers:
             if self.recompute == "off" or not torch.is_grad_enabled():
                 x_BSD = block(x_BSD, rope, layout, cache)

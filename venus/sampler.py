@@ -31,7 +31,7 @@ from venus.model import Qwen3
 
 FREE_SHARE = 0.9  # of the free GPU memory goes to the pool; the rest is for activations and logits
 PAD = 8  # tokens of a CPU step are padded to a multiple: a matrix product of few rows would round them otherwise
-KV_CACHES, DECODE_KERNELS = ("auto", "paged", "contiguous"), ("auto", "triton", "varlen", "torch")
+KV_CACHES, DECODE_KERNELS = ("auto", "paged", "contiguous"), ("auto", "triton", "varlen", "ragged", "torch")
 
 
 @dataclass
@@ -78,9 +78,9 @@ class Sampler:
     `length(slot)` for what the row holds. fp32 on CPU: log-probs equal `Qwen3.token_log_probs(temperature=T)` to 1e-5.
 
     kv_cache: "paged", one pool of `kv_tokens` tokens; "contiguous", every row its own stretch, which is faster on the CPU; "auto", paged on CUDA or
-    where kv_tokens is given. kv_tokens None: all rows full, on CUDA at most what fits into the free memory. decode_kernel, for pages: "triton" (ours),
-    "varlen" (torch's flash attention), "torch"; "auto" is triton on CUDA, else torch. cuda_graph: steps that only decode replay a graph of `num_slots`
-    tokens. ValueError for what cannot be had, and for a pool that does not hold one row.
+    where kv_tokens is given. kv_tokens None: all rows full, on CUDA at most what fits into the free memory. decode_kernel: "triton" (ours) and "varlen"
+    (torch's flash attention), for pages on CUDA; "ragged", for the CPU; "torch", plain; "auto" is triton on CUDA, ragged on the CPU. cuda_graph: steps
+    that only decode replay a graph of `num_slots` tokens. ValueError for what cannot be had, and for a pool that does not hold one row.
     """
 
     def __init__(
@@ -93,11 +93,16 @@ class Sampler:
         self.is_paged = kv_cache == "paged" or kv_cache == "auto" and (is_cuda or kv_tokens is not None)
         self.page_size = page_size or (256 if is_cuda else 16)  # flash attention takes pages of 256
         self.kv_tokens, self.cuda_graph = kv_tokens, cuda_graph
-        if not self.is_paged and (kv_tokens is not None or cuda_graph or decode_kernel not in ("auto", "torch")):
-            raise ValueError(f"kv_cache {kv_cache} on {self.device}: a size in tokens, a decode kernel or a CUDA graph need kv_cache paged")
+        if not self.is_paged and (kv_tokens is not None or cuda_graph or decode_kernel in ("triton", "varlen")):
+            raise ValueError(f"kv_cache {kv_cache} on {self.device}: a size in tokens, a decode kernel for pages or a CUDA graph need kv_cache paged")
         if (cuda_graph or decode_kernel == "varlen") and not is_cuda:
             raise ValueError(f"cuda_graph {cuda_graph}, decode_kernel {decode_kernel} on {self.device}: they need a GPU")
-        self.kernel = decode_kernel if decode_kernel == "varlen" else choose_kernel(decode_kernel, self.device)
+        takes_ragged = not is_cuda and model.lm_head.weight.dtype in (torch.float32, torch.float64)
+        if decode_kernel == "ragged" and not takes_ragged:
+            raise ValueError(f"decode_kernel ragged on {self.device} in {model.lm_head.weight.dtype}: it needs the CPU and fp32")
+        if decode_kernel == "auto" and takes_ragged:
+            decode_kernel = "ragged"
+        self.kernel = decode_kernel if decode_kernel in ("varlen", "ragged") else choose_kernel(decode_kernel, self.device)
         if kv_tokens is not None:
             check_pool(kv_tokens, self.page_size, capacity)
         self.rows: dict[int, _Row] = {}  # the slots that have something to do
@@ -129,10 +134,11 @@ class Sampler:
     @property
     def choices(self) -> dict:
         """What "auto" came to, to be saved with a run. kv_tokens None: not bounded, or not allocated yet."""
-        chosen = {"kv_cache": "contiguous", "kv_tokens": None, "page_size": None, "decode_kernel": "torch", "chunk_kernel": "torch", "cuda_graph": False}
+        chosen = {"kv_cache": "contiguous", "kv_tokens": None, "page_size": None, "chunk_kernel": "torch", "cuda_graph": False}
+        chosen["decode_kernel"] = self.kernel if self.is_paged or self.kernel == "ragged" else "torch"
         if self.is_paged:
             dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32  # of rollouts, whatever the masters are
-            chosen |= {"kv_cache": "paged", "kv_tokens": self.kv_tokens, "page_size": self.page_size, "decode_kernel": self.kernel}
+            chosen |= {"kv_cache": "paged", "kv_tokens": self.kv_tokens, "page_size": self.page_size}
             chosen |= {"chunk_kernel": chunk_kernel(self.device, dtype), "cuda_graph": self.cuda_graph}
         return chosen
 
@@ -299,7 +305,7 @@ class Sampler:
             if chunk.answer:
                 answers.append((chunk, range(len(ids) - len(chunk.answer), len(ids))))
         ids += [0] * (-len(ids) % PAD)
-        layout = CachedLayout.of(self.cache, slots, counts, self.device, num_tokens=len(ids), kernel=self.kernel)
+        layout = CachedLayout.of(self.cache, slots, counts, self.model.config.num_groups, self.device, num_tokens=len(ids), kernel=self.kernel)
         ids_N = torch.tensor(ids, device=self.device)
         if self.cuda_graph and not chunks:
             hidden_ND = self._graph.run(ids_N, layout)
