@@ -581,6 +581,27 @@ def test_a_call_that_dies_after_it_was_given_up_costs_nobody_else(dead_threads):
         assert pool.poll(block=True) == [(n, ToolResult("served", "ok"))]
 
 
+def test_threads_serve_one_call_after_the_other_and_end_with_the_run(tiny):
+    """Two rows of four calls each need two threads, a hung call a third; a training run of a thousand rollout steps leaves none behind."""
+    served, release = set(), threading.Event()
+
+    def note(call):
+        served.add(threading.current_thread())
+        return ToolResult("late", "ok") if call != "hang" or release.wait(60) else None
+
+    queries = [f"{n}" for n in range(8)]
+    tools = fake_tools(search={query: lambda _, query=query: note(query) for query in [*queries, "hang"]})
+    scripts = {("q", 0): [search("hang"), answer()]}
+    scripts |= {("q", s): [*(search(query) for query in queries[4 * s - 4 : 4 * s]), answer()] for s in (1, 2)}
+    agent = scripted_agent(tiny, scripts, tools=tools, tool_seconds=1.0)
+    assert [t.stop_reason for t in agent.run([Job(question(), s) for s in range(3)])] == ["answered"] * 3
+    assert len(served) <= 4  # a result on its way may have its thread counted as taken
+    release.set()
+    for thread in served:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in served)
+
+
 def test_calls_run_side_by_side(tiny):
     """Four searches wait for each other: one after the other they would never end."""
     barrier = threading.Barrier(4)

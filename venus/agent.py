@@ -5,6 +5,7 @@ at once (malformed turn, duplicate call) -> append the observation -> generate. 
 """
 
 import collections
+import contextlib
 import math
 import queue
 import threading
@@ -101,17 +102,18 @@ class Agent:
         return self._run(waiting, should_stop, math.floor(self.cut_off_share * (num_done + len(waiting))))
 
     def _run(self, waiting: collections.deque[Job], should_stop: Callable[[], bool], num_stragglers: int) -> Iterator[Trajectory]:
-        active, pool = {}, ToolPool()
-        while len(waiting) + len(active) > num_stragglers and not should_stop():
-            self._admit(waiting, active)
-            for generation in self.sampler.step():
-                rollout = active[generation.slot]
-                trajectory = self._end_turn(rollout, generation, pool)
-                if trajectory is not None:
-                    yield self._close(active, rollout, trajectory)
-            is_idle = not self.sampler.rows and not (waiting and self.sampler.free) and len(waiting) + len(active) > num_stragglers
-            for slot, result in pool.poll(block=is_idle):
-                self._observe(active[slot], result)
+        active = {}
+        with contextlib.closing(ToolPool()) as pool:
+            while len(waiting) + len(active) > num_stragglers and not should_stop():
+                self._admit(waiting, active)
+                for generation in self.sampler.step():
+                    rollout = active[generation.slot]
+                    trajectory = self._end_turn(rollout, generation, pool)
+                    if trajectory is not None:
+                        yield self._close(active, rollout, trajectory)
+                is_idle = not self.sampler.rows and not (waiting and self.sampler.free) and len(waiting) + len(active) > num_stragglers
+                for slot, result in pool.poll(block=is_idle):
+                    self._observe(active[slot], result)
         if len(waiting) + len(active) <= num_stragglers:
             for rollout in active.values():
                 yield self._trajectory(rollout, None, "straggler", "cut_off")
@@ -263,19 +265,24 @@ class Agent:
 
 
 class ToolPool:
-    """Runs each tool call in a daemon thread of its own (at most one call a slot), with a total deadline. A call past it is answered as a
-    time-out and its thread is given up, so that hung calls neither hold up the others nor keep the process from exiting."""
+    """Runs tool calls (at most one a slot) in daemon threads, as many as there are calls that have not come back, with a total deadline. A call past it
+    is answered as a time-out and its thread is given up until it comes back, so that hung calls neither hold up the others nor keep the process from
+    exiting."""
 
     def __init__(self):
+        self.calls: queue.SimpleQueue = queue.SimpleQueue()
         self.done: queue.SimpleQueue = queue.SimpleQueue()
         self.pending: dict[int, tuple[int, float, float]] = {}  # call number -> (slot, due, seconds allowed)
-        self.count = 0
+        self.count = self.num_back = self.num_threads = 0
 
     def submit(self, slot: int, call: Callable[[], ToolResult], seconds: float) -> None:
         """Start `call` for a slot; its result, or a time-out after `seconds`, comes out of `poll`."""
         self.count += 1
         self.pending[self.count] = (slot, time.monotonic() + seconds, seconds)
-        threading.Thread(target=self._work, args=(self.count, call), daemon=True).start()
+        self.calls.put((self.count, call))
+        if self.num_threads < self.count - self.num_back:
+            self.num_threads += 1
+            threading.Thread(target=self._work, daemon=True).start()
 
     def poll(self, *, block: bool) -> list[tuple[int, ToolResult]]:
         """Results that have come, as (slot, result); with `block` wait for the first one or the next deadline. What a call raised is raised here."""
@@ -286,6 +293,8 @@ class ToolPool:
                 number, outcome = self.done.get(block=block and not results, timeout=max(due - time.monotonic(), 0.0))
             except queue.Empty:
                 break
+            self.num_back += 1
+            self.num_threads -= isinstance(outcome, RuntimeError)  # that thread is no more
             if number not in self.pending:
                 continue  # given up earlier, came back after all
             if isinstance(outcome, Exception):
@@ -296,11 +305,18 @@ class ToolPool:
             results.append((slot, ToolResult(protocol.TIMEOUT_MESSAGE(seconds), "timeout")))
         return results
 
-    def _work(self, number: int, call: Callable[[], ToolResult]) -> None:
-        outcome = RuntimeError("a tool call died; its traceback stands above")
-        try:
-            outcome = call()
-        except (ValueError, OSError) as error:  # of these, ToolServiceError
-            outcome = error
-        finally:  # anything else ends this thread with its traceback, and the run
-            self.done.put((number, outcome))
+    def close(self) -> None:
+        """Let the threads end, each when its call has come back."""
+        for _ in range(self.num_threads):
+            self.calls.put(None)
+
+    def _work(self) -> None:
+        while (item := self.calls.get()) is not None:
+            number, call = item
+            outcome = RuntimeError("a tool call died; its traceback stands above")
+            try:
+                outcome = call()
+            except (ValueError, OSError) as error:  # of these, ToolServiceError
+                outcome = error
+            finally:  # anything else ends this thread with its traceback, and the run
+                self.done.put((number, outcome))
