@@ -26,14 +26,14 @@ LEVELS = {
     3: ("weights", "sampler", "decode_graph", "judge", "data", "info_gain", "align"),
     4: ("agent", "remote", "decoding", "grading", "analysis", "parallel", "prune"),
     5: ("collect", "doctor", "figures", "report", "checkpoint", "updates", "clean", "training"),
-    6: ("demo", "bench", "bench_clean", "bench_gpu", "bench_share", "bench_step"),
+    6: ("demo", "bench", "bench_clean", "bench_gpu", "bench_share", "bench_step", "bench_world"),
 }
 LEVEL = {f"venus.{name}": level for level, names in LEVELS.items() for name in names} | dict.fromkeys(SCRIPTS, 6) | {"venus": 0}
 SAME_LEVEL = {("venus.info_gain", "venus.weights"), ("venus.world", "venus.experts"), ("venus.trajectory", "venus.jsonl")}
 SAME_LEVEL |= {("venus.training", "venus.checkpoint"), ("venus.training", "venus.updates")}
 SAME_LEVEL |= {("venus.report", "venus.figures"), ("venus.analysis", "venus.grading")}
 SAME_LEVEL |= {("venus.attention", "venus.cached_attention"), ("venus.cached_attention", "venus.ragged_attention"), ("venus.sampler", "venus.decode_graph")}
-SAME_LEVEL |= {("venus.chat_api", "venus.http_calls"), *(("venus.bench", f"venus.bench_{part}") for part in ("clean", "gpu", "share", "step"))}
+SAME_LEVEL |= {("venus.chat_api", "venus.http_calls"), *(("venus.bench", f"venus.bench_{part}") for part in ("clean", "gpu", "share", "step", "world"))}
 # Narrower than their level: the sampler never learns about tools, igpo is arithmetic on tensors.
 WALLS = {"venus.sampler": {"venus.model", "venus.cache", "venus.cached_attention", "venus.decode_graph", "venus.draw", "kernels.launch"}}
 WALLS |= {"venus.igpo": {"venus.trajectory"}}

@@ -5,6 +5,7 @@
     python -m venus.bench step      a training step, against transformers with a plain cross-entropy (in `bench_step`)
     python -m venus.bench gpu       training and decoding of a 4B-shaped model on a GPU (in `bench_gpu`)
     python -m venus.bench clean     the cleaning of trajectories, alone and against the bare tokenizer (in `bench_clean`)
+    python -m venus.bench world     the offline world's rollouts, against those of another commit (in `bench_world`)
 
 Weights and ids are random: only shapes and lengths matter to the clock. The sides run in turn in one process, so that a noisy machine disturbs
 all of them alike. Sides that disagree are an error (exit code 1); a missed goal is printed and is none. Shapes: B rows  S prompt  L new tokens.
@@ -27,6 +28,7 @@ from venus.bench_clean import CleanBenchConfig, clean
 from venus.bench_gpu import GpuConfig, gpu
 from venus.bench_share import print_share
 from venus.bench_step import StepConfig, step
+from venus.bench_world import WorldConfig, world
 from venus.cli import option, run
 from venus.data import from_messages, load_rows
 from venus.info_gain import Cuts, score_cached, score_ground_truth, score_uncached
@@ -224,8 +226,9 @@ def print_speedup(name: str, ours: list[float], theirs: list[float], goal: float
 if __name__ == "__main__":
     commands = {"ig": (ig, IgConfig, "Time the scoring of information gain."), "decode": (decode, DecodeConfig, "Time the decoding of tokens."),
                 "step": (partial(step, released_turns=RELEASED[:2]), StepConfig, "Time a training step and measure its memory."),
-                "clean": (clean, CleanBenchConfig, "Time the cleaning of rows."), "gpu": (gpu, GpuConfig, "Measure a 4B-shaped model.")}  # fmt: skip
+                "clean": (clean, CleanBenchConfig, "Time the cleaning of rows."), "gpu": (gpu, GpuConfig, "Measure a 4B-shaped model."),
+                "world": (world, WorldConfig, "Time the offline world's rollouts.")}  # fmt: skip
     if not commands.keys() & sys.argv[1:2]:
-        print("error: usage: python -m venus.bench ig|decode|step|gpu|clean; --help after any lists its flags", file=sys.stderr)
+        print("error: usage: python -m venus.bench ig|decode|step|gpu|clean|world; --help after any lists its flags", file=sys.stderr)
         sys.exit(2)
     run(*commands[sys.argv[1]], sys.argv[2:])

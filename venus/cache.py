@@ -46,7 +46,7 @@ class KVCache:
     def places(self, rows: Sequence[int], positions: Sequence[int]) -> np.ndarray:
         """Where token n lies, int64 [N, K]: indices into `vectors` as they are now."""
         _, num_heads, allocated, _ = self.keys_RKTE[0].shape
-        return (np.asarray(rows)[:, None] * num_heads + np.arange(num_heads)) * allocated + np.asarray(positions)[:, None]
+        return ((np.asarray(rows) * num_heads + np.arange(num_heads)[:, None]) * allocated + np.asarray(positions)).T
 
     def vectors(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer, each [V, E]."""
@@ -132,7 +132,7 @@ class PagedKVCache(KVCache):
         """Where token n lies, int64 [N, K]: indices into `vectors`."""
         positions, num_heads = np.asarray(positions), self.pages.shape[-2]
         place_N = self.tables_RW[rows, positions // self.page_size].astype(np.int64) * self.page_size + positions % self.page_size
-        return place_N[:, None] * num_heads + np.arange(num_heads)
+        return (place_N * num_heads + np.arange(num_heads)[:, None]).T
 
     def vectors(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer, each [V, E]."""
