@@ -154,8 +154,7 @@ def plan(cfg: EvalConfig, questions: list[Question] | None) -> list[tuple[str, s
 def manifest_of(cfg: EvalConfig, questions: list[Question]) -> dict:
     """What decides the verdicts, beside what decided the trajectories."""
     _, judge, prompt = cfg.grader()
-    graded = {"judge": judge, "prompt_hash": PROMPTS[prompt].hash if prompt else None}
-    return {"benchmark": cfg.benchmark} | analysis.questions_manifest(questions) | graded
+    return {"benchmark": cfg.benchmark} | analysis.questions_manifest(questions) | {"judge": judge, "prompt_hash": PROMPTS[prompt].hash if prompt else None}
 
 
 def agent_of(cfg: EvalConfig, keys: Keys, questions: list[Question]) -> Agent:
@@ -206,16 +205,14 @@ def grade(cfg: EvalConfig, keys: Keys, tokenizer: ChatTokenizer, questions: list
     benchmark = BENCHMARKS[cfg.benchmark] if cfg.benchmark else None
     canaries = {question.id: question.meta["canary"] for question in questions if "canary" in question.meta}
     how = {"addresses": benchmark.leaks if benchmark else (), "canaries": canaries, "manifest": manifest}
-    with open_judge(judge, keys.judge, Path(cfg.output) / "judge.jsonl", cfg.judge_calls, **({"prompt": prompt} if prompt else {})) as asked:
+    with open_judge(judge, keys.judge, Path(cfg.output) / "judge.jsonl", cfg.judge_calls, prompt=prompt) as asked:
         return grading.grade(trajectories, asked, tokenizer, items=prompt == "deepsearchqa", **how)
 
 
 def report(cfg: EvalConfig, here: Run) -> None:
     """Write the report, with the baseline beside this evaluation when there is one."""
-    runs = [here]
-    if cfg.baseline:
-        runs.append(read_run(cfg.baseline, here.tokenizer, beside=here))
-    write_report(cfg.report, here.summary["name"], runs, baseline=runs[-1].name if cfg.baseline else None)
+    others = [read_run(cfg.baseline, here.tokenizer, beside=here)] if cfg.baseline else []
+    write_report(cfg.report, here.summary["name"], [here, *others], baseline=others[0].name if others else None)
 
 
 def print_summary(summary: dict) -> None:

@@ -12,6 +12,7 @@ import argparse
 import functools
 import importlib.util
 import inspect
+import itertools
 import json
 import os
 import platform
@@ -144,14 +145,13 @@ def gt_score_case(device: str, *, trunk: int, cuts: int, length: int, heads: int
     ends = [trunk * (i + 1) // cuts for i in range(cuts)]
     spans = [(0, trunk, 0, 0), *((trunk + i * length, trunk + (i + 1) * length, 0, cut) for i, cut in enumerate(ends))]
     q, k, v = _qkv(device, spans[-1][1], heads, kv_heads, head_dim)
-    branches = list(zip(spans[1:], ends, strict=True))
 
     def separate():
-        return torch.cat([_sdpa(*(torch.cat([x[:cut], x[start:end]]) for x in (q, k, v)), is_causal=True)[cut:] for (start, end, _, _), cut in branches])
+        return torch.cat([_sdpa(*(torch.cat([x[:cut], x[start:end]]) for x in (q, k, v)), is_causal=True)[cut:] for start, end, _, cut in spans[1:]])
 
     def span_by_span():
         parts = [_sdpa(q[:trunk], k[:trunk], v[:trunk], is_causal=True)]
-        for (start, end, _, _), cut in branches:
+        for start, end, _, cut in spans[1:]:
             mask = torch.ones(length, cut + length, dtype=torch.bool, device=device).tril(cut)
             parts.append(_sdpa(q[start:end], *(torch.cat([x[:cut], x[start:end]]) for x in (k, v)), attn_mask=mask))
         return torch.cat(parts[1:])
@@ -261,21 +261,17 @@ def cases(op: str, device: str) -> dict[str, Callable[[], Case]]:
     """The tables of an operation by name: the shapes of the 4B model and of the tiny one. On a CPU the large head has 256 columns, not 2,560."""
     is_cuda, made = device == "cuda", {}
     heads, tiny_heads = dict(heads=32, kv_heads=8, head_dim=128), dict(heads=4, kv_heads=2, head_dim=32)
-    if op in ("cross_entropy", "all"):
-        large = [(8192, 2560, 151_936), (32768, 2560, 151_936)] if is_cuda else [(2048, 256, 151_936)]
-        for num_tokens, hidden, vocab in [*large, (8192, 128, 656)]:
-            for share in (0.24, 1.0):
-                shape = dict(num_tokens=num_tokens, hidden=hidden, vocab=vocab, share=share)
-                made[f"cross_entropy-{num_tokens}-{vocab}-{share:.0%}"] = functools.partial(cross_entropy_case, device, **shape)
-    if op in ("gt_score", "all"):
-        for trunk, cuts in [(8192, 10), (32768, 40)] if is_cuda else []:
-            made[f"gt_score-{trunk}-{cuts}"] = functools.partial(gt_score_case, device, trunk=trunk, cuts=cuts, length=32, **heads)
-        made["gt_score-tiny"] = functools.partial(gt_score_case, device, trunk=2048, cuts=12, length=24, **tiny_heads)
-    if op in ("attention", "all"):
-        if is_cuda:
-            made["attention-32768"] = functools.partial(attention_case, device, lengths=[16384, 12288, 4096], **heads)
-        made["attention-tiny"] = functools.partial(attention_case, device, lengths=[1024, 700, 324], **tiny_heads)
-    return made
+    large = [(8192, 2560, 151_936), (32768, 2560, 151_936)] if is_cuda else [(2048, 256, 151_936)]
+    for (num_tokens, hidden, vocab), share in itertools.product([*large, (8192, 128, 656)], (0.24, 1.0)):
+        shape = dict(num_tokens=num_tokens, hidden=hidden, vocab=vocab, share=share)
+        made[f"cross_entropy-{num_tokens}-{vocab}-{share:.0%}"] = functools.partial(cross_entropy_case, device, **shape)
+    for trunk, cuts in [(8192, 10), (32768, 40)] if is_cuda else []:
+        made[f"gt_score-{trunk}-{cuts}"] = functools.partial(gt_score_case, device, trunk=trunk, cuts=cuts, length=32, **heads)
+    made["gt_score-tiny"] = functools.partial(gt_score_case, device, trunk=2048, cuts=12, length=24, **tiny_heads)
+    if is_cuda:
+        made["attention-32768"] = functools.partial(attention_case, device, lengths=[16384, 12288, 4096], **heads)
+    made["attention-tiny"] = functools.partial(attention_case, device, lengths=[1024, 700, 324], **tiny_heads)
+    return {name: make for name, make in made.items() if op in ("all", name.partition("-")[0])}
 
 
 def run_once(case: Case, name: str, device: str) -> tuple[Tensor, tuple, float, float]:
@@ -348,14 +344,12 @@ def print_table(case: Case, rows: list[dict]) -> None:
         if row["status"] != "ok":
             print(f"| {row['provider']} | {row['status']} |" + " |" * 8 + f" {row.get('errors', '')} |")
             continue
-        to_bound, to_baseline, of_memory = (
-            "?" if row[key] is None else f"{row[key]:.3g}" for key in ("time_to_bound", "time_to_baseline", "memory_to_baseline")
-        )
+        ratios = ["?" if row[key] is None else f"{row[key]:.3g}" for key in ("time_to_bound", "time_to_baseline", "memory_to_baseline")]
         memory = "?" if row["extra_bytes"] is None else f"{row['extra_bytes'] / 2**20:,.0f}"
         errors = " ".join(f"{what} {error:.0e}" for what, error in row["errors"].items())
         times = f"{row['forward_ms']:.4g} | {row['backward_ms']:.4g} | {row['total_ms']:.4g} [{row['p20_ms']:.4g}, {row['p80_ms']:.4g}]"
         speed = f"{row['tflops']:.3g} | {100 * row['tflops'] / PEAK_TFLOPS:.2g}"
-        print(f"| {row['provider']} | {times} | {speed} | {to_bound} | {to_baseline} | {memory} | {of_memory} | {errors} |", flush=True)
+        print(f"| {row['provider']} | {times} | {speed} | {ratios[0]} | {ratios[1]} | {memory} | {ratios[2]} | {errors} |", flush=True)
 
 
 def environment(device: str) -> dict:

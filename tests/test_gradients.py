@@ -102,7 +102,7 @@ def test_offloading_moves_the_input_of_every_block_and_not_the_angles(monkeypatc
     model = load_model(GOLDEN / "tied_tf5")
     set_recompute(model, "offload")
     backward(model, with_weights(UNEVEN, "token"), nll, max_tokens=1000, world=ALONE)
-    assert Recorder.moved == [(1, 95, 24)] * 2
+    assert [shape for shape in Recorder.moved if 0 not in shape] == [(1, 95, 24)] * 2  # torch 2.11 also moves an empty one
 
 
 def test_without_gradients_nothing_is_recomputed():

@@ -15,7 +15,6 @@ from venus.protocol import Action
 from venus.rows import aliases_of
 
 CALL = re.compile(f"{protocol.CALL_OPEN}(.*?){protocol.CALL_CLOSE}", re.DOTALL)
-LENIENT = json.JSONDecoder(strict=False)  # a line break inside a string is let through, and written as \\n
 SUMMARY = re.compile(r"<summary>.*?</summary>", re.DOTALL)
 STRAY_TAGS = re.compile(r"</?(?:answer|summary)>")
 ARGUMENTS = {"search": ("query", "queries"), "visit": ("url", "urls")}  # the protocol's name and its alias
@@ -159,7 +158,7 @@ def _normal_call(call: object) -> tuple[str, dict] | None:
 def _load(text: str) -> object:
     """Parse the JSON of a call, up to the <code> that an interpreter call carries; None if it is none."""
     try:
-        return LENIENT.decode(text.split("<code>")[0])
+        return json.loads(text.split("<code>")[0], strict=False)  # a line break inside a string is let through, and written as \\n
     except (ValueError, RecursionError):
         return None
 
@@ -167,8 +166,7 @@ def _load(text: str) -> object:
 def _unpack(value: object, kind: type) -> object:
     """Parse a string that holds a JSON list of strings, or an object; any other value stays."""
     loaded = _load(value) if isinstance(value, str) and value.lstrip().startswith("[" if kind is list else "{") else None
-    fits = isinstance(loaded, kind) and bool(loaded) and all(isinstance(item, str) for item in loaded)
-    return loaded if fits else value
+    return loaded if isinstance(loaded, kind) and loaded and all(isinstance(item, str) for item in loaded) else value
 
 
 def _sound(text: str) -> str:

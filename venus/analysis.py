@@ -208,10 +208,7 @@ def difference(verdicts: Sequence[dict], baseline: Sequence[dict], name: str, *,
 
     def paired(here: list[dict], there: list[dict]) -> dict:
         values, ids = zip(*(([row["verdict"] == "correct" for row in rows], [row["question_id"] for row in rows]) for rows in (here, there)), strict=True)
-        interval = stats.paired_difference_ci(
-            values[0], ids[0], baseline_values=values[1], baseline_questions=ids[1], seed=seed, resamples=resamples
-        )
-        return asdict(interval)
+        return asdict(stats.paired_difference_ci(values[0], ids[0], baseline_values=values[1], baseline_questions=ids[1], seed=seed, resamples=resamples))
 
     here, there = (stats.question_means([row["verdict"] == "correct" for row in rows], [row["question_id"] for row in rows]) for rows in sides)
     return {

@@ -50,10 +50,10 @@ class Benchmark:
     name: str
     count: int | None
     prompt: str
-    metric: str
     leaks: tuple[str, ...]
     question: tuple[str, ...]
-    answer: tuple[str, ...]
+    answer: tuple[str, ...] = ("answer",)
+    metric: str = "accuracy"
     id: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
@@ -115,38 +115,26 @@ def _first(row: dict, names: tuple[str, ...], otherwise: str | None = None) -> o
 
 # Whole names: "browse_comp" alone would block every /browse_companies, "musique" a part of the French web.
 BROWSECOMP_LEAKS = ("browsecomp", "smolagents/browse_comp", "browse_comp_test", "simple-evals")
-XBENCH = dict(
-    count=100, prompt="xbench", metric="accuracy", leaks=("xbench-evals", "xbench-ai", "datasets/xbench", "xbench.org"), question=("prompt",),
-    answer=("answer",), id=("id",), scheme="canary",
-)  # fmt: skip
+XBENCH_LEAKS = ("xbench-evals", "xbench-ai", "datasets/xbench", "xbench.org")
 BENCHMARKS = {
     benchmark.name: benchmark
     for benchmark in (
+        Benchmark("browsecomp", 1266, "browsecomp", BROWSECOMP_LEAKS, ("problem",), kept=("problem_topic",), scheme="sha256", paper=(26.8, 29.1)),
+        Benchmark("browsecomp-zh", 289, "browsecomp-zh", BROWSECOMP_LEAKS, ("Question",), ("Answer",), scheme="sha256", paper=(35.7, 37.7)),
+        Benchmark("browsecomp-plus", 830, "browsecomp-plus", BROWSECOMP_LEAKS, ("query",), id=("query_id",), scheme="sha256"),
         Benchmark(
-            "browsecomp", 1266, "browsecomp", "accuracy", BROWSECOMP_LEAKS, question=("problem",), answer=("answer",), kept=("problem_topic",),
-            scheme="sha256", paper=(26.8, 29.1),
-        ),
-        Benchmark(
-            "browsecomp-zh", 289, "browsecomp-zh", "accuracy", BROWSECOMP_LEAKS, question=("Question",), answer=("Answer",), scheme="sha256",
-            paper=(35.7, 37.7),
-        ),
-        Benchmark(
-            "browsecomp-plus", 830, "browsecomp-plus", "accuracy", BROWSECOMP_LEAKS, question=("query",), answer=("answer",), id=("query_id",),
-            scheme="sha256",
-        ),
-        Benchmark(
-            "gaia-text", 103, "gaia", "gaia", ("gaia-benchmark", "webthinker"), question=("Question",), answer=("answer", "Final answer"),
+            "gaia-text", 103, "gaia", ("gaia-benchmark", "webthinker"), ("Question",), ("answer", "Final answer"), metric="gaia",
             id=("task_id",), kept=("Level",), paper=(65.4, 64.4),
         ),
-        Benchmark("xbench-ds-2505", **XBENCH, paper=(69.0, 74.7)),
-        Benchmark("xbench-ds-2510", **XBENCH, paper=(35.3, 40.7)),
+        Benchmark("xbench-ds-2505", 100, "xbench", XBENCH_LEAKS, ("prompt",), id=("id",), scheme="canary", paper=(69.0, 74.7)),
+        Benchmark("xbench-ds-2510", 100, "xbench", XBENCH_LEAKS, ("prompt",), id=("id",), scheme="canary", paper=(35.3, 40.7)),
         Benchmark(
-            "deepsearchqa", 900, "deepsearchqa", "items", ("deepsearchqa", "dsqa-full", "dsqa_full"), question=("problem",), answer=("answer",),
+            "deepsearchqa", 900, "deepsearchqa", ("deepsearchqa", "dsqa-full", "dsqa_full"), ("problem",), metric="items",
             kept=("problem_category", "answer_type"), paper=(37.7, 39.6),
         ),
         Benchmark(
-            "multi-hop", None, "browsecomp", "em", ("hotpotqa", "2wikimultihop", "stonybrooknlp/musique", "musique_ans", "musique_full"),
-            question=("question",), answer=("answer",), id=("_id", "id"), aliases=("answer_aliases",), kept=("type", "level"),
+            "multi-hop", None, "browsecomp", ("hotpotqa", "2wikimultihop", "stonybrooknlp/musique", "musique_ans", "musique_full"), ("question",),
+            metric="em", id=("_id", "id"), aliases=("answer_aliases",), kept=("type", "level"),
         ),
     )
 }  # fmt: skip

@@ -48,7 +48,7 @@ class ChatClient:
         pass), ChatError when the tries or the time are used up. Thread safe.
         """
         body = {"model": self.model, "messages": messages, **parameters}
-        return self._with_tries(lambda left: self._completion(self._ask("POST", "/chat/completions", left, body)), seconds)
+        return self._with_tries(lambda left: _read(self._ask("POST", "/chat/completions", left, body), _completion), seconds)
 
     def models(self) -> list[str]:
         """Names of the models that the endpoint serves. Errors as of `complete`."""
@@ -71,14 +71,12 @@ class ChatClient:
             raise ChatRefusedError(f"{self.model} at {self.base_url} refuses: {reply.said(self.api_key)}")
         return reply
 
-    def _completion(self, reply: Reply) -> Completion:
-        def read(answer):
-            choice = answer["choices"][0]
-            message = choice["message"]
-            reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
-            return Completion(message["content"] or "", choice.get("finish_reason") or "stop", reasoning)
 
-        return _read(reply, read)
+def _completion(answer: dict) -> Completion:
+    choice = answer["choices"][0]
+    message = choice["message"]
+    reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
+    return Completion(message["content"] or "", choice.get("finish_reason") or "stop", reasoning)
 
 
 def _read(reply: Reply, read):

@@ -26,9 +26,7 @@ SAMPLE_TOKENS = 33
 LOG_PROB_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.01}  # mean |difference|, nats: rounding the weights moves it so much
 
 
-def save_checkpoint(
-    directory: str | Path, step: int, model: Qwen3, optimizer: torch.optim.Optimizer, world: World, *, keep: int, extra: dict
-) -> None:
+def save_checkpoint(directory: str | Path, step: int, model: Qwen3, optimizer: torch.optim.Optimizer, world: World, *, keep: int, extra: dict) -> None:
     """Write the state after `step` batches to directory/step_N and point `latest` at it; all but the last `keep` go afterwards. A collective.
 
     Saved are weights, optimizer, every rank's random state and `extra` (plain JSON). RunFailed when it cannot be written.
@@ -191,10 +189,9 @@ def _whole(directory: Path) -> list[tuple[int, Path]]:
 
 def _check_settings(directory: Path, saved: dict, settings: dict) -> None:
     for name in saved | settings:
-        if saved.get(name) != settings.get(name):
-            raise ValueError(
-                f"{directory}: made with {name} {saved.get(name)!r}, not {settings.get(name)!r}; resume with the same settings or give another --output"
-            )
+        before, now = saved.get(name), settings.get(name)
+        if before != now:
+            raise ValueError(f"{directory}: made with {name} {before!r}, not {now!r}; resume with the same settings or give another --output")
 
 
 def _random_state(world: World) -> dict[str, torch.Tensor]:

@@ -40,6 +40,7 @@ from venus.tools.options import Keys
 from venus.verdicts import PROMPTS, Verdict
 
 STEPS = ("read", "aligned", "pruned", "fitting", "correct")
+LOSSES = ("dropped_rows", "dropped_turns", "dropped_observations", "pruned_calls", "duplicates", "repairs")  # and what was mended
 FILES = ("train.jsonl", "validation.jsonl", "removed.jsonl", "judge_errors.jsonl")
 COPIES = "copies-{}.jsonl"  # while a pass runs: what --materialise appends to train.jsonl at its end
 CHUNK = 16  # rows that a worker gets at a time
@@ -134,10 +135,7 @@ def to_messages(cfg: CleanConfig, question: str, steps: Sequence[Step]) -> list[
     return messages[:-1]
 
 
-@functools.cache
-def load_tokenizer(path: str) -> ChatTokenizer:
-    """Load a tokenizer once per process."""
-    return ChatTokenizer(path)
+load_tokenizer = functools.cache(ChatTokenizer)  # once per process
 
 
 def measure(cfg: CleanConfig, question: str, steps: list[Step], account: Account) -> list[Step]:
@@ -241,11 +239,10 @@ def summary(cfg: CleanConfig, journal: Journal) -> dict:
     limits = cfg.turn_limits
     labels = [f"{low + 1}-{high}" for low, high in zip((0, *limits), limits, strict=False)] + [f">{limits[-1]}" if limits else "all"]
     buckets = {when: {label: journal.counts[f"buckets_{when}/{k}"] for k, label in enumerate(labels)} for when in ("before", "after")}
-    named = ("dropped_rows", "dropped_turns", "dropped_observations", "pruned_calls", "duplicates", "repairs")
     endpoint = parse_judge(cfg.judge)
     return {
         "rows": {step: journal.counts[f"rows/{step}"] for step in STEPS}, "turns": {step: journal.counts[f"turns/{step}"] for step in STEPS},
-        **{name: tables.get(name, {}) for name in named}, "turn_buckets": buckets,
+        **{name: tables.get(name, {}) for name in LOSSES}, "turn_buckets": buckets,
         "train": tables.get("train", {"rows": 0, "instances": 0}), "validation": tables.get("validation", {"rows": 0, "instances": 0}),
         "tokens": tables.get("tokens") if cfg.tokenizer else None,
         "judge": {"name": cfg.judge} if endpoint is None
@@ -259,7 +256,7 @@ def print_table(stats: dict) -> None:
     print(f"{'':12}{'rows':>12}{'turns':>12}")
     for step in STEPS:
         print(f"{step:12}{stats['rows'][step]:12,}{stats['turns'][step]:12,}")
-    for name in ("dropped_rows", "dropped_turns", "dropped_observations", "pruned_calls", "duplicates", "repairs"):
+    for name in LOSSES:
         print(f"{name.replace('_', ' ')}: " + (", ".join(f"{reason} {count:,}" for reason, count in stats[name].items()) or "none"))
     for when, buckets in stats["turn_buckets"].items():
         print(f"rows by turns {when} resampling: " + ", ".join(f"{label}: {count:,}" for label, count in buckets.items()))

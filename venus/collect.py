@@ -4,6 +4,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -78,13 +79,12 @@ def collect(
     repair_tail(path)
     for file in (*others, *([path] if path.exists() else [])):
         for trajectory in read_trajectories(file, torn_tail=True):  # another process may be at its last row
+            held = f"{file}: holds {trajectory.id}"
             if (trajectory.run, trajectory.seed, trajectory.manifest) != (agent.run_name, agent.seed, agent.manifest):
-                raise ValueError(
-                    f"{file}: holds {trajectory.id} of run {trajectory.run!r} (seed {trajectory.seed}) made under other settings; "
-                    "give another output, or remove the file"
-                )
+                made = f"of run {trajectory.run!r} (seed {trajectory.seed}) made under other settings"
+                raise ValueError(f"{held} {made}; give another output, or remove the file")
             if asked.get(trajectory.question_id) not in (None, (trajectory.question, trajectory.ground_truth)):
-                raise ValueError(f"{file}: holds {trajectory.id} with another question or ground truth; give another output, or remove the file")
+                raise ValueError(f"{held} with another question or ground truth; give another output, or remove the file")
             if trajectory.stop_reason in FAILED:
                 stale.add(file)
             else:
@@ -119,15 +119,12 @@ def rollout_metrics(trajectories: Sequence[Trajectory], kept: Sequence[Trajector
         return counts
     turns = [turn for trajectory in kept for turn in trajectory.turns]
     searches, visits = (sum(turn.action == kind for turn in turns) for kind in ("search", "visit"))
-    gains: dict[int, list[float]] = {}
-    for trajectory in kept:
-        for number, turn in enumerate(trajectory.turns):
-            if turn.info_gain is not None:
-                gains.setdefault(number, []).append(turn.info_gain)
+    by_turn = zip_longest(*([turn.info_gain for turn in trajectory.turns] for trajectory in kept))
+    gains = {str(number): [gain for gain in column if gain is not None] for number, column in enumerate(by_turn)}
     count = len(kept)
     return {
         "success": sum(exact_match(t.prediction, t.ground_truth) for t in kept) / count, "outcome": sum(t.outcome.value for t in kept) / count,
-        "info_gain_by_turn": {str(number): sum(gains[number]) / len(gains[number]) for number in sorted(gains)},
+        "info_gain_by_turn": {number: sum(column) / len(column) for number, column in gains.items() if column},
         "format_valid_share": format_valid_share(kept), "turns": len(turns) / count, "searches": searches / count, "visits": visits / count,
         "browse_ratio": visits / (searches + visits) if searches + visits else None, **counts,
     }  # fmt: skip
@@ -182,8 +179,7 @@ class RolloutOptions(ToolOptions, DecodingOptions):
 
     def plan(self, directory: str, num_rollouts: int) -> list[tuple[str, str]]:
         """Rows for `print_plan`: rollouts, an upper bound of what they sample, the model in `directory` and how it decodes, unless --policy samples."""
-        sampled = f"{num_rollouts * self.max_turns * self.max_turn_tokens:,}"
-        rows = [("rollouts", f"{num_rollouts:,}"), ("sampled tokens, at most", sampled)]
+        rows = [("rollouts", f"{num_rollouts:,}"), ("sampled tokens, at most", f"{num_rollouts * self.max_turns * self.max_turn_tokens:,}")]
         if self.policy is None:
             config = Qwen3Config.read(directory)
             decoding = self.decoding_plan(config, num_rollouts, self.max_context, bf16=config.dtype != "float32")
@@ -215,11 +211,9 @@ class RolloutOptions(ToolOptions, DecodingOptions):
 
         gain: information gain to be scored along the way, never over an endpoint.
         """
-        sampler, system = self._sampler(model, tokenizer), protocol.system_prompt(self.system_prompt, self.date)
-        tools = tools or self.make_tools(Keys())
         return Agent(
-            sampler, tokenizer, tools, self.limits(), system=system, run=run, seed=seed, manifest=self.manifest() | manifest, gain=gain,
-            cut_off_share=self.cut_off_share,
+            self._sampler(model, tokenizer), tokenizer, tools or self.make_tools(Keys()), self.limits(), run=run, seed=seed, gain=gain,
+            system=protocol.system_prompt(self.system_prompt, self.date), manifest=self.manifest() | manifest, cut_off_share=self.cut_off_share,
         )  # fmt: skip
 
     def _sampler(self, model: Qwen3 | ChatClient, tokenizer: ChatTokenizer) -> Sampler | RemoteSampler:

@@ -159,15 +159,14 @@ def _read_messages(ids: list[int], tokenizer: ChatTokenizer) -> list[dict]:
     return [{"role": role, "content": text} for role, text in texts if role != "assistant"]
 
 
-def count_file(file: Path, tokenizer: ChatTokenizer) -> list[int]:
+def count_file(file: Path, tokenizer: ChatTokenizer) -> Counter[str]:
     """Return the COLUMNS of one file; ValueError names file and line of a bad row."""
-    totals = [0] * len(COLUMNS)
+    totals = Counter()
     for row, encoded in encode_rows(file, tokenizer):
-        kinds = [protocol.parse_action(m["content"]).kind for m in row["messages"] if m["role"] == "assistant"]
-        loss_tokens = sum(end - start for start, end in encoded.spans)
-        valid = len(kinds) - kinds.count("malformed")
-        counts = (1, len(kinds), kinds.count("search"), kinds.count("visit"), len(encoded.ids), loss_tokens, valid)
-        totals = [total + count for total, count in zip(totals, counts, strict=True)]
+        kinds = Counter(protocol.parse_action(m["content"]).kind for m in row["messages"] if m["role"] == "assistant")
+        totals.update({"rows": 1, "turns": kinds.total(), "searches": kinds["search"], "visits": kinds["visit"]})
+        totals.update({"tokens": len(encoded.ids), "loss tokens": sum(end - start for start, end in encoded.spans)})
+        totals["strict-valid"] += kinds.total() - kinds["malformed"]
     return totals
 
 
@@ -176,12 +175,12 @@ def stats(path: str, tokenizer_path: str) -> None:
     files, tokenizer = row_files(path), ChatTokenizer(tokenizer_path)
     width = max(len(file.name) for file in files) + 2
     print("file".ljust(width) + "".join(name.rjust(14) for name in COLUMNS))
-    totals = [0] * len(COLUMNS)
+    totals = Counter()
     for file in files:
         counts = count_file(file, tokenizer)
-        totals = [total + count for total, count in zip(totals, counts, strict=True)]
-        print(file.name.ljust(width) + "".join(f"{count:14,}" for count in counts))
-    print("total".ljust(width) + "".join(f"{count:14,}" for count in totals))
+        totals.update(counts)
+        print(file.name.ljust(width) + "".join(f"{counts[name]:14,}" for name in COLUMNS))
+    print("total".ljust(width) + "".join(f"{totals[name]:14,}" for name in COLUMNS))
 
 
 def to_question(row: object, where: str, name: str, source: Path, output: Path) -> Question:
@@ -202,8 +201,7 @@ def to_question(row: object, where: str, name: str, source: Path, output: Path) 
         key = "problem" if "problem" in row else "question"
         question, answer, used = row.get(key), row.get("answer"), {key, "answer", "id"}
     meta = {key: value for key, value in row.items() if key not in used and value is not None}
-    given = {"id": str(row.get("id", name)), "question": question, "ground_truth": aliases_of(answer) or answer, "meta": meta}
-    return Question.from_json(given, where)
+    return Question.from_json({"id": str(row.get("id", name)), "question": question, "ground_truth": aliases_of(answer) or answer, "meta": meta}, where)
 
 
 def convert_questions(paths: list[str], output: str) -> None:

@@ -22,7 +22,7 @@ from venus.plot_svg import write_svg_curve
 from venus.record import save_run
 from venus.report import Run, read_run, write_report
 from venus.tokenizer import ChatTokenizer
-from venus.trajectory import Trajectory, read_trajectories
+from venus.trajectory import read_trajectories
 from venus.weights import copy_tokenizer_files, save_model
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,6 +31,7 @@ AGENT = (
     *("--max-context", "1024", "--slots", "48", "--threads", "1"),
 )
 RESULTS = ("summary.json", "reward_curve.svg", "report.html")
+SAMPLES = 4  # of a test question at temperature 1
 STEPS_FLAGS = ("--weight-decay", "0", "--max-tokens-per-gpu", "16384", "--recompute", "off")
 
 
@@ -50,13 +51,12 @@ class Budget:
     igpo_steps: int
     questions: int
     random_questions: int
-    samples: int
 
 
-FULL = Budget(world=(), sft_epochs=2.0, igpo_steps=15, questions=200, random_questions=100, samples=4)
+FULL = Budget(world=(), sft_epochs=2.0, igpo_steps=15, questions=200, random_questions=100)
 SMOKE = Budget(
     world=("--train-webs", "8", "--dev-webs", "2", "--test-webs", "2", "--long-webs", "2", "--sft-rows", "400"), sft_epochs=1.0, igpo_steps=2,
-    questions=8, random_questions=4, samples=4,
+    questions=8, random_questions=4,
 )  # fmt: skip
 
 
@@ -81,9 +81,9 @@ def main(cfg: DemoConfig) -> None:
         "--warmup-steps", "3", *STEPS_FLAGS, *AGENT, *seed,
     ])  # fmt: skip
     rows = {
-        "random": evaluate(out, "random", start, budget.random_questions, budget, seed),
-        "sft": evaluate(out, "sft", out / "sft" / "model", budget.questions, budget, seed),
-        "igpo": evaluate(out, "igpo", out / "igpo" / "model", budget.questions, budget, seed, baseline="sft"),
+        "random": evaluate(out, "random", start, budget.random_questions, seed),
+        "sft": evaluate(out, "sft", out / "sft" / "model", budget.questions, seed),
+        "igpo": evaluate(out, "igpo", out / "igpo" / "model", budget.questions, seed, baseline="sft"),
     }
     summary = {name: {key: row[key] for key in ("success", "success_ci", "greedy", "pass_at_4")} for name, row in rows.items()}
     gain = rows["igpo"]["difference"]
@@ -141,22 +141,20 @@ def random_model(source: Path, directory: Path, seed: int) -> Path:
     return directory
 
 
-def evaluate(
-    out: Path, name: str, model: Path, questions: int, budget: Budget, seed: tuple[str, str], baseline: str | None = None
-) -> dict:
+def evaluate(out: Path, name: str, model: Path, questions: int, seed: tuple[str, str], baseline: str | None = None) -> dict:
     """Test questions at temperature 1 with several samples, and greedily once; the figures of the table."""
     shared = [
         "eval.py", "--model", str(model), "--questions", str(out / "world" / "questions" / "test.jsonl"), "--num-questions", str(questions), *AGENT, *seed,
     ]  # fmt: skip
     sampled, greedy = (out / f"eval_{name}{suffix}" for suffix in ("", "_greedy"))
     against = [] if baseline is None else ["--baseline", str(out / f"eval_{baseline}")]
-    stage(out, f"eval {name}", [*shared, "--output", str(sampled), "--samples", str(budget.samples), *against])
+    stage(out, f"eval {name}", [*shared, "--output", str(sampled), "--samples", str(SAMPLES), *against])
     stage(out, f"eval {name}, greedy", [*shared, "--output", str(greedy), "--temperature", "0"])
     at_one, at_zero = (json.loads((path / "summary.json").read_text(encoding="utf-8")) for path in (sampled, greedy))
     return at_one | {
         "success": at_one["success"]["mean"], "success_ci": [at_one["success"]["low"], at_one["success"]["high"]],
         "greedy": at_zero["success"]["mean"], "greedy_ci": [at_zero["success"]["low"], at_zero["success"]["high"]],
-        "pass_at_4": at_one["pass_at"][str(budget.samples)]["mean"],
+        "pass_at_4": at_one["pass_at"][str(SAMPLES)]["mean"],
     }  # fmt: skip
 
 
@@ -176,21 +174,14 @@ def print_table(rows: dict[str, dict], seconds: dict[str, float]) -> None:
 
 def print_example(out: Path, tokenizer: ChatTokenizer) -> None:
     """One test question before and after IGPO: where SFT failed and IGPO did not, if there is one."""
-    before, after = (
-        {(t.question_id, t.sample): t for t in read_trajectories(out / name / "trajectories.jsonl")} for name in ("eval_sft", "eval_igpo")
-    )
+    before, after = ({(t.question_id, t.sample): t for t in read_trajectories(out / name / "trajectories.jsonl")} for name in ("eval_sft", "eval_igpo"))
     chosen = next((key for key in before if before[key].prediction != before[key].ground_truth[0] == after[key].prediction), next(iter(before)))
     print(f"\n{before[chosen].question}  (ground truth: {before[chosen].ground_truth[0]})")
     for name, trajectory in (("after SFT", before[chosen]), ("after IGPO", after[chosen])):
         print(f"-- {name}")
-        print_trajectory(trajectory, tokenizer)
-
-
-def print_trajectory(trajectory: Trajectory, tokenizer: ChatTokenizer) -> None:
-    """Thoughts, actions and observations, a line each."""
-    for message in to_messages(trajectory, tokenizer)["messages"][2:]:
-        print(f"   {'agent' if message['role'] == 'assistant' else 'tool':6}{' '.join(message['content'].split())}")
-    print(f"   ({trajectory.stop_reason}; prediction: {trajectory.prediction})")
+        for message in to_messages(trajectory, tokenizer)["messages"][2:]:  # thoughts, actions and observations, a line each
+            print(f"   {'agent' if message['role'] == 'assistant' else 'tool':6}{' '.join(message['content'].split())}")
+        print(f"   ({trajectory.stop_reason}; prediction: {trajectory.prediction})")
 
 
 if __name__ == "__main__":

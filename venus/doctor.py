@@ -32,7 +32,7 @@ def diagnose(model: str, options: ToolOptions, keys: Keys, policy: ChatClient | 
     if policy is not None:
         checks.append(("policy", lambda: _chat(policy, top_p=1.0, seed=0), "check POLICY_API_KEY or OPENAI_API_KEY, and --policy"))
     if options.cassette == "replay":
-        checks.append(("cassette", lambda: _cassette(options.cassette_file), "record it anew"))
+        checks.append(("cassette", lambda: f"{len(Cassette(options.cassette_file, record=False).results):,} recorded answers", "record it anew"))
     if options.live:
         checks += [
             ("search", lambda: _search(options, keys), "check SERPER_API_KEY, its credits and --search-base"),
@@ -50,7 +50,9 @@ def _passes(name: str, attempt: Callable[[], str], fix: str) -> bool:
     try:
         seen = attempt()
     except (ValueError, OSError, CallError, TryError, PageError) as error:
-        print(f"FAILS  {name:<10} {_kind(error)}: {' '.join(str(error).split())}\n{'':17} -> {_fix(error, fix)}")
+        if isinstance(error, CallError | TryError | PageError):
+            fix = "check the network, --proxy and the address, and try again"
+        print(f"FAILS  {name:<10} {_kind(error)}: {' '.join(str(error).split())}\n{'':17} -> {fix}")
         return False
     print(f"works  {name:<10} {seen} ({time.monotonic() - started:.1f} s)")
     return True
@@ -60,10 +62,6 @@ def _kind(error: Exception) -> str:
     if isinstance(error, CallError | TryError):
         return "timeout" if error.timed_out else "unreachable or failing"
     return "refused" if isinstance(error, RefusedError) else "not usable"
-
-
-def _fix(error: Exception, fix: str) -> str:
-    return "check the network, --proxy and the address, and try again" if isinstance(error, CallError | TryError | PageError) else fix
 
 
 def _model(directory: str) -> str:
@@ -76,10 +74,6 @@ def _kernels() -> str:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kernel = choose_kernel("auto", device)
     return f"{kernel} on {torch.cuda.get_device_name(device)} ({architecture(device)})" if kernel == "triton" else f"{kernel} on {device}"
-
-
-def _cassette(path: str) -> str:
-    return f"{len(Cassette(path, record=False).results):,} recorded answers"
 
 
 def _search(options: ToolOptions, keys: Keys) -> str:

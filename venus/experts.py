@@ -56,8 +56,7 @@ class Expert:
             entity, url, think = heir, links[0], f"{HEIR} {heir}. find {HEIR} of {heir}"
 
     def _find(self, entity: str, think: str, source: str) -> str:
-        hits = self._call(think, "search", {"query": [entity]}).items
-        [url] = [hit.url for hit in hits if hit.title == entity and hit.url.startswith(source)]
+        [url] = [hit.url for hit in self._call(think, "search", {"query": [entity]}).items if hit.title == entity and hit.url.startswith(source)]
         return url
 
     def _open(self, entity: str, url: str, relation: str) -> list[str]:
@@ -75,8 +74,7 @@ class Expert:
             call = format_tool_call("PythonInterpreter", {}).replace("\n</", "\n<code>\nprint(1)\n</code>\n</")
             self.turns.append((assistant_text(think, call), "1"))
         elif slip == "scholar":
-            call = format_tool_call("google_scholar", {"query": [think]})
-            self.turns.append((assistant_text(think, call), format_search([(think, [])])))
+            self.turns.append((assistant_text(think, format_tool_call("google_scholar", {"query": [think]})), format_search([(think, [])])))
         elif slip == "timeout":  # the failed call comes first, its repetition succeeds: a cleaner must keep the second
             self.turns.append((content, protocol.TIMEOUT_MESSAGE(120)))
         self.turns += [(content, result.text)] * (2 if slip == "repeat" else 1)
@@ -95,14 +93,11 @@ class Expert:
         for content, body in self.turns:
             rows.append({"role": "assistant", "content": content})
             if body is not None:
-                wrapped = protocol.RESPONSE_OPEN + observation_text(body) + protocol.RESPONSE_CLOSE
-                rows.append({"role": "user", "content": wrapped})
+                rows.append({"role": "user", "content": protocol.RESPONSE_OPEN + observation_text(body) + protocol.RESPONSE_CLOSE})
         return rows
 
 
-def run_expert(
-    question: str, entity: str, relations: tuple[str, ...], habits: Habits, tools: dict[str, Tool], corpus: str, rng: random.Random
-) -> list[dict]:
+def run_expert(question: str, entity: str, relations: tuple[str, ...], habits: Habits, tools: dict[str, Tool], corpus: str, rng: random.Random) -> list[dict]:
     """Let a new expert answer the question whose chain starts at `entity`; return its messages, raw: slips and wrong answers included."""
     expert = Expert(habits, tools, corpus, rng, num_calls=2 * len(relations))
     if relations[0] == HEIR:

@@ -49,11 +49,10 @@ def failure_of(trajectory: Trajectory, verdict: str, text: str, tokenizer: ChatT
     """
     if verdict == "correct" or not trajectory.ground_truth:
         return None
-    if trajectory.outcome.status == "tool_error":
-        return "infrastructure"
     if verdict == "error" and finished(trajectory):
         return "judge_error"
-    if any(_unanswered(trajectory, kind) for kind in ("search", "visit")):
+    statuses = [{turn.tool_status for turn in trajectory.turns if turn.action == kind and is_call(turn)} for kind in ("search", "visit")]
+    if trajectory.outcome.status == "tool_error" or any(found and found <= {"error", "timeout"} for found in statuses):
         return "infrastructure"
     if _loops(trajectory, tokenizer):
         return "loop"
@@ -62,11 +61,6 @@ def failure_of(trajectory: Trajectory, verdict: str, text: str, tokenizer: ChatT
     if trajectory.prediction is None:
         return "format"
     return "evidence_seen" if answer_seen(text, trajectory.ground_truth) else "evidence_not_seen"
-
-
-def _unanswered(trajectory: Trajectory, kind: str) -> bool:
-    statuses = {turn.tool_status for turn in trajectory.turns if turn.action == kind and is_call(turn)}
-    return bool(statuses) and statuses <= {"error", "timeout"}
 
 
 def _loops(trajectory: Trajectory, tokenizer: ChatTokenizer) -> bool:

@@ -76,21 +76,23 @@ class Reply:
 
     def json_object(self) -> dict:
         """The JSON object in the body; TryError when it is something else."""
-        try:
-            answer = json.loads(self.text)
-        except (ValueError, RecursionError):
-            answer = None
+        answer = json_or_none(self.text)
         if not isinstance(answer, dict):
             raise TryError(f"no JSON object in the answer: {' '.join(self.text.split())[:200]}")
         return answer
 
 
+def json_or_none(text: str) -> object:
+    """The JSON value that a text is; None for any other text."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
 def _message(text: str) -> str:
     """The message of an error in the shapes of OpenAI, vLLM, Ollama, Serper, Jina and FastAPI; any other text as it is."""
-    try:
-        error = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
+    error = json_or_none(text)
     error = error.get("error", error) if isinstance(error, dict) else error
     named = [error[name] for name in ("readableMessage", "message", "detail", "code") if error.get(name)] if isinstance(error, dict) else []
     return error if isinstance(error, str) else str(named[0]) if named else text
@@ -143,8 +145,7 @@ def exchange(
         session.mount("http://", adapter)
         session.mount("https://", adapter)
         try:
-            proxies = {"http": proxy, "https": proxy} if proxy else {}
-            how = {"timeout": seconds, "stream": True, "allow_redirects": False, "proxies": proxies}
+            how = {"timeout": seconds, "stream": True, "allow_redirects": False, "proxies": {"http": proxy, "https": proxy} if proxy else {}}
             if public_only:
                 check_public(url)
             with session.request(method, url, json=body, headers=dict(headers), **how) as response:
@@ -167,10 +168,9 @@ def exchange(
 
 def check_public(url: str) -> None:
     """AddressError for anything but http and https, and for a host with an address outside the public internet. A host unknown here passes."""
-    try:
+    parts = urlsplit("")
+    with contextlib.suppress(requests.RequestException, ValueError):
         parts = urlsplit(requests.Request("GET", url).prepare().url)  # as it will be sent
-    except (requests.RequestException, ValueError):
-        raise AddressError(f"{url[:200]!r} is no web address") from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise AddressError(f"{url[:200]!r} is no web address")
     with contextlib.suppress(OSError, UnicodeError):

@@ -34,21 +34,13 @@ Judge = Callable[[Sequence[Case]], list[Verdict]]
 # ---- rules
 
 
-def match(cases: Sequence[Case]) -> list[Verdict]:
-    """Judge offline: correct when the normal forms are equal, or an alias's words stand in the prediction next to each other."""
-    right = [exact_match(case.prediction, case.aliases) or answer_seen(case.prediction or "", case.aliases) for case in cases]
-    return [Verdict("correct" if ok else "incorrect", case.prediction) for ok, case in zip(right, cases, strict=True)]
+def _by_rule(is_right: Callable[[Case], bool]) -> Judge:
+    return lambda cases: [Verdict("correct" if is_right(case) else "incorrect", case.prediction) for case in cases]
 
 
-def _by_reward(kind: str) -> Judge:
-    def judge(cases: Sequence[Case]) -> list[Verdict]:
-        right = [outcome_of(case.prediction, case.aliases, kind) == 1.0 for case in cases]
-        return [Verdict("correct" if ok else "incorrect", case.prediction) for ok, case in zip(right, cases, strict=True)]
-
-    return judge
-
-
-RULES: dict[str, Judge] = {"match": match, "em": _by_reward("em"), "gaia": _by_reward("gaia")}
+# offline: correct when the normal forms are equal, or an alias's words stand in the prediction next to each other
+match: Judge = _by_rule(lambda case: exact_match(case.prediction, case.aliases) or answer_seen(case.prediction or "", case.aliases))
+RULES = {"match": match} | {kind: _by_rule(lambda case, kind=kind: outcome_of(case.prediction, case.aliases, kind) == 1.0) for kind in ("em", "gaia")}
 
 
 # ---- a model

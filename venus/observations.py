@@ -135,8 +135,7 @@ def _read_block(queries: Sequence[str], part: str) -> tuple[str | None, list[Sea
     header = next(filter(None, exact), None) or HEADER.match(part)  # the exact one first: a query may itself contain "' found 3 results:"
     if not header:
         return None, []
-    text = part[header.end() :].lstrip("\n").removeprefix("## Web Results")
-    hits = _read_hits(text.split("\n"), int(header[2]))
+    hits = _read_hits(part[header.end() :].lstrip("\n").removeprefix("## Web Results").split("\n"), int(header[2]))
     return header[1].removeprefix("'").removesuffix("'"), hits if hits or int(header[2]) == 0 else None
 
 
@@ -161,12 +160,8 @@ def _is_snippet(lines: list[str], previous: int, head: tuple, later: list[tuple]
     between = [line.strip() for line in lines[previous + 1 : head[0]]]
     if between.count("") != 1 or any(line and not FIELD.match(line) for line in between):
         return False
-    for n, rank, *_ in later:
-        if rank == head[1] and not lines[n - 1].strip():
-            return True
-        if rank == head[1] + 1 and not is_last and not lines[n - 1].strip():
-            return False
-    return False
+    wanted = (head[1],) if is_last else (head[1], head[1] + 1)
+    return next((rank for n, rank, *_ in later if rank in wanted and not lines[n - 1].strip()), None) == head[1]
 
 
 def _read_link(text: str) -> tuple[str, ...] | None:

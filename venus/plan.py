@@ -191,8 +191,8 @@ def mfu(flops: float, seconds: float, *, world_size: int, device_name: str) -> f
 
 def readable_bytes(count: float) -> str:
     """1536 -> '1.5 KiB'."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
             return f"{count:.1f} {unit}"
         count /= 1024
-    raise AssertionError("unreachable")
+    return f"{count:.1f} GiB"

@@ -23,9 +23,10 @@ from venus.cache import KVCache
 
 WIDTH = 16  # the softmax's rows end at a multiple of this: the last numbers of an odd width would be summed in another order
 
-with warnings.catch_warnings():  # that compressed sparse tensors are in beta is said once, at the first one; the sampled product takes no others
+with warnings.catch_warnings():  # torch says once, at the first one, that compressed sparse tensors are in beta and unchecked; the product takes no others
     warnings.simplefilter("ignore")
-    torch.eye(1).to_sparse_csr()
+    torch.sparse_csr_tensor([0, 1], [0], [1.0])
+
 
 
 class RaggedPlan(NamedTuple):

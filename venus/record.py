@@ -18,8 +18,7 @@ def _config_and_secrets(cfg):
     """Return the config as a dict with secrets masked, and the secrets themselves."""
     config = dataclasses.asdict(cfg)
     named = [name for name, value in config.items() if isinstance(value, str) and value and name.rsplit("_", 1)[-1] in SECRET_ENDINGS]
-    secrets = [config[name] for name in named]
-    return config | dict.fromkeys(named, MASK), secrets
+    return config | dict.fromkeys(named, MASK), [config[name] for name in named]
 
 
 def git_state(directory):
@@ -79,12 +78,7 @@ def save_run(cfg, directory, **extra):
     argv = list(sys.argv)
     for secret in secrets:
         argv = [word.replace(secret, MASK) for word in argv]
-    record = {
-        "config": config,
-        **environment(),
-        "seed": config.get("seed"),
-        "argv": argv,
-    }
+    record = {"config": config, **environment(), "seed": config.get("seed"), "argv": argv}
     assert not record.keys() & extra.keys(), f"extra keys {sorted(record.keys() & extra.keys())} are the record's own"
     text = json.dumps(record | extra, indent=2, ensure_ascii=False, allow_nan=False)
     path = Path(directory) / "run.json"

@@ -53,8 +53,7 @@ def decode(text: bytes, where: str) -> object:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        line = getattr(error, "lineno", 1)
-        raise ValueError(f"{where}:{line}: not JSON: {error}") from None
+        raise ValueError(f"{where}:{getattr(error, 'lineno', 1)}: not JSON: {error}") from None
 
 
 def _parquet_rows(file: Path) -> Iterator[tuple[str, object]]:

@@ -27,9 +27,7 @@ class Interval:
     questions: int
 
 
-def mean_ci(
-    values: Sequence[float], questions: Sequence[Hashable], *, seed: int, resamples: int = RESAMPLES, level: float = LEVEL
-) -> Interval:
+def mean_ci(values: Sequence[float], questions: Sequence[Hashable], *, seed: int, resamples: int = RESAMPLES, level: float = LEVEL) -> Interval:
     """Return the mean of `values` over questions with its bootstrap interval, questions drawn with replacement.
 
     values[i] belongs to question questions[i]; their order does not matter. ValueError for no or non-finite values or unequal lengths.
@@ -39,8 +37,8 @@ def mean_ci(
 
 def paired_difference_ci(
     values: Sequence[float], questions: Sequence[Hashable], *, baseline_values: Sequence[float], baseline_questions: Sequence[Hashable],
-    seed: int, resamples: int = RESAMPLES, level: float = LEVEL,
-) -> Interval:
+    seed: int, resamples: int = RESAMPLES,
+) -> Interval:  # fmt: skip
     """Return mean(values) - mean(baseline_values) over questions; each question's difference is drawn as one unit.
 
     Pairing removes what both share, a question's difficulty. The numbers of samples may differ; the questions may not: ValueError names one
@@ -50,7 +48,7 @@ def paired_difference_ci(
     unpaired = set(first) ^ set(second)
     if unpaired:
         raise ValueError(f"{len(unpaired)} questions are on one side only, {min(unpaired, key=str)!r} among them; drop them before pairing")
-    return _bootstrap([first[question] - second[question] for question in first], seed, resamples, level)
+    return _bootstrap([first[question] - second[question] for question in first], seed, resamples)
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -64,27 +62,21 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return (subsets - comb(num_samples - num_correct, k)) / subsets  # integers, rounded once: k = 1 is c / n to the last bit
 
 
-def mean_pass_at_k(
-    correct: Sequence[bool], questions: Sequence[Hashable], k: int, *, seed: int, resamples: int = RESAMPLES, level: float = LEVEL
-) -> Interval:
+def mean_pass_at_k(correct: Sequence[bool], questions: Sequence[Hashable], k: int, *, seed: int, resamples: int = RESAMPLES) -> Interval:
     """Return the mean over questions of the unbiased pass@k, with its interval.
 
     correct[i]: 0 or 1. ValueError when a question has fewer than k samples.
     """
-    by_question = _samples(correct, questions, k)
-    return _bootstrap([pass_at_k(len(values), int(sum(values)), k) for values in by_question.values()], seed, resamples, level)
+    return _bootstrap([pass_at_k(len(values), int(sum(values)), k) for values in _samples(correct, questions, k)], seed, resamples)
 
 
-def any_of_first_k(
-    correct: Sequence[bool], questions: Sequence[Hashable], k: int, *, seed: int, resamples: int = RESAMPLES, level: float = LEVEL
-) -> Interval:
+def any_of_first_k(correct: Sequence[bool], questions: Sequence[Hashable], k: int, *, seed: int, resamples: int = RESAMPLES) -> Interval:
     """Return the share of questions of which one of the first k samples is right, in the order given, with its interval.
 
     What many papers report as pass@k. Its mean is that of pass@k when all n samples are used (k = n); for k < n it wastes the others and is
     noisier. [0, 1, 0] at k = 1 gives 0, pass@1 1/3. ValueError as `mean_pass_at_k`.
     """
-    by_question = _samples(correct, questions, k)
-    return _bootstrap([float(any(values[:k])) for values in by_question.values()], seed, resamples, level)
+    return _bootstrap([float(any(values[:k])) for values in _samples(correct, questions, k)], seed, resamples)
 
 
 def pass_ks(num_samples: int) -> list[int]:
@@ -92,10 +84,7 @@ def pass_ks(num_samples: int) -> list[int]:
     return sorted({1 << k for k in range(num_samples.bit_length()) if 1 << k < num_samples} | {num_samples})
 
 
-def majority_vote(
-    answers: Sequence[str | None], correct: Sequence[bool], questions: Sequence[Hashable], *,
-    seed: int, resamples: int = RESAMPLES, level: float = LEVEL,
-) -> Interval:
+def majority_vote(answers: Sequence[str | None], correct: Sequence[bool], questions: Sequence[Hashable], *, seed: int, resamples: int = RESAMPLES) -> Interval:
     """Return the share of questions whose most frequent answer is right, with its interval.
 
     answers[i]: the answer in a normal form, so that equal ones are one candidate; None abstains, and a question without an answer is wrong.
@@ -111,7 +100,7 @@ def majority_vote(
         tied = sorted(answer for answer, count in counts.items() if count == max(counts.values()))
         winner = tied[np.random.default_rng([seed, number]).integers(len(tied))] if tied else None
         votes.append(float(winner is not None and next(correct[row] for row in rows if answers[row] == winner)))
-    return _bootstrap(votes, seed, resamples, level)
+    return _bootstrap(votes, seed, resamples)
 
 
 @dataclass(frozen=True)
@@ -138,23 +127,14 @@ def tool_use(calls: Sequence[Sequence[tuple[str, int]]], correct: Sequence[bool 
     """
     if len(calls) != len(correct):
         raise ValueError(f"{len(correct)} verdicts for {len(calls)} trajectories")
-    rows = list(zip(calls, correct, strict=True))
-    return {
-        "overall": _tool_use([turns for turns, _ in rows]),
-        "correct": _tool_use([turns for turns, verdict in rows if verdict is not None and verdict]),
-        "wrong": _tool_use([turns for turns, verdict in rows if verdict is not None and not verdict]),
-    }
+    judged = {right: [turns for turns, verdict in zip(calls, correct, strict=True) if verdict == right] for right in (True, False)}
+    return {"overall": _tool_use(calls), "correct": _tool_use(judged[True]), "wrong": _tool_use(judged[False])}
 
 
-def _tool_use(calls: list[Sequence[tuple[str, int]]]) -> ToolUse:
+def _tool_use(calls: Sequence[Sequence[tuple[str, int]]]) -> ToolUse:
     counts = [tuple(sum(action == kind for action, _ in turns) for kind in ("search", "visit")) for turns in calls]
     items = [tuple(sum(n for action, n in turns if action == kind) for kind in ("search", "visit")) for turns in calls]
-    searches, visits, browse, browse_macro = _ratios(counts)
-    queries, urls, browse_items, browse_items_macro = _ratios(items)
-    return ToolUse(
-        trajectories=len(calls), without_calls=sum(not any(count) for count in counts), searches=searches, visits=visits,
-        browse=browse, browse_macro=browse_macro, queries=queries, urls=urls, browse_items=browse_items, browse_items_macro=browse_items_macro,
-    )  # fmt: skip
+    return ToolUse(len(calls), sum(not any(count) for count in counts), *_ratios(counts), *_ratios(items))
 
 
 def _ratios(counts: list[tuple[int, int]]) -> tuple[int, int, float | None, float | None]:
@@ -168,19 +148,19 @@ def _by_question(values: Sequence[float], questions: Sequence[Hashable]) -> dict
     """Group values by question, in sorted order of the questions, so that a seed gives one interval whatever the order of the rows."""
     if not values or len(values) != len(questions) or not all(isfinite(value) for value in values):
         raise ValueError(f"{len(values)} values for {len(questions)} question ids: need equally many, at least one, all finite")
-    groups: dict[Hashable, list[float]] = {}
+    groups: dict[Hashable, list[float]] = {question: [] for question in sorted(set(questions))}
     for value, question in zip(values, questions, strict=True):
-        groups.setdefault(question, []).append(value)
-    return {question: groups[question] for question in sorted(groups)}
+        groups[question].append(value)
+    return groups
 
 
-def _samples(correct: Sequence[bool], questions: Sequence[Hashable], k: int) -> dict[Hashable, list[bool]]:
+def _samples(correct: Sequence[bool], questions: Sequence[Hashable], k: int) -> list[list[bool]]:
     """Group verdicts by question; ValueError for one with fewer than k samples, or with partial credit."""
     by_question = _by_question(correct, questions)
     for question, values in by_question.items():
         if not set(values) <= {0, 1} or len(values) < k:
             raise ValueError(f"pass@{k}: question {question!r} has {len(values)} samples {values[:8]}; need at least k, each 0 or 1")
-    return by_question
+    return list(by_question.values())
 
 
 def question_means(values: Sequence[float], questions: Sequence[Hashable]) -> dict[Hashable, float]:
@@ -188,7 +168,7 @@ def question_means(values: Sequence[float], questions: Sequence[Hashable]) -> di
     return {question: fsum(group) / len(group) for question, group in _by_question(values, questions).items()}
 
 
-def _bootstrap(per_question: list[float], seed: int, resamples: int, level: float) -> Interval:
+def _bootstrap(per_question: list[float], seed: int, resamples: int, level: float = LEVEL) -> Interval:
     """Resample one number per question; the interval is [(1 - level) / 2, (1 + level) / 2] of the resampled means."""
     if resamples < 1 or not 0 < level < 1:
         raise ValueError(f"{resamples} resamples at level {level}: need at least one, and a level between 0 and 1")

@@ -94,9 +94,7 @@ class TrainingRun:
             if self.step:
                 print(f"{self.output}: resuming after step {self.step} of {num_steps}")
             save_run(cfg, self.output, world_size=world.size, device=str(world.device), kernel=self.kernel, **(record or {}))
-        self.metrics = MetricsLogger(
-            self.output, enabled=world.is_main, start_step=self.step, console=console, tensorboard=cfg.tensorboard, write=tqdm.write
-        )  # fmt: skip
+        self.metrics = MetricsLogger(self.output, enabled=world.is_main, start_step=self.step, console=console, tensorboard=cfg.tensorboard, write=tqdm.write)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -147,15 +145,12 @@ class TrainingRun:
     def mfu(self, lengths: Sequence[int], loss_tokens: int, seconds: float) -> float | None:
         """Model FLOPs utilisation of all ranks in an update on documents of these lengths; None where the device's peak is unknown."""
         device_name = torch.cuda.get_device_name(self.world.device) if self.world.device.type == "cuda" else "cpu"
-        flops = training_flops(self.model.config, lengths, loss_tokens)
-        return mfu(flops, seconds, world_size=self.world.size, device_name=device_name)
+        return mfu(training_flops(self.model.config, lengths, loss_tokens), seconds, world_size=self.world.size, device_name=device_name)
 
     def save(self) -> None:
         """Write a checkpoint unless there is one of this step, or nothing has been learnt yet. A collective."""
         if self.step > self.saved_step and self.optimizer.state:
-            save_checkpoint(
-                self.output / "checkpoints", self.step, self.model, self.optimizer, self.world, keep=self.cfg.keep_checkpoints, extra=self.extra
-            )
+            save_checkpoint(self.output / "checkpoints", self.step, self.model, self.optimizer, self.world, keep=self.cfg.keep_checkpoints, extra=self.extra)
             self.saved_step = self.step
 
     def finish(self) -> int | None:
@@ -195,16 +190,10 @@ def lack_of_memory(config: Qwen3Config, spread: Training) -> str:
     )
 
 
-class timed:
-    """Add the seconds of a block, until the slowest rank is through, to seconds[name]."""
-
-    def __init__(self, seconds: dict[str, float], name: str, world: World):
-        self.seconds, self.name, self.world = seconds, name, world
-
-    def __enter__(self) -> None:
-        self.started = time.monotonic()
-
-    def __exit__(self, kind, *_) -> None:
-        if kind is None:
-            self.world.barrier()
-            self.seconds[self.name] = time.monotonic() - self.started
+@contextlib.contextmanager
+def timed(seconds: dict[str, float], name: str, world: World) -> Iterator[None]:
+    """Put the seconds of a block, until the slowest rank is through, into seconds[name]; a block that raises has none."""
+    started = time.monotonic()
+    yield
+    world.barrier()
+    seconds[name] = time.monotonic() - started

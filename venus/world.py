@@ -85,14 +85,14 @@ class Web:
         return f"{source}/{self.numbers[entity]:02d}"
 
 
-def draw_names(split: str, rng: random.Random, count: int = 60) -> list[str]:
-    """Draw the names of one web: no first syllable twice, and second ones apart where possible, or parts of names would collide.
+def draw_names(split: str, rng: random.Random) -> list[str]:
+    """Draw the 60 names of one web: no first syllable twice, and second ones apart where possible, or parts of names would collide.
 
     Of the 64 x 64 combinations five residues of (i + j) mod 64 belong to dev, five to test, the rest to train.
     """
     residues = {"dev": range(5), "test": range(5, 10), "train": range(10, 64)}[split]
     names, taken = [], set()
-    for i in rng.sample(range(64), count):
+    for i in rng.sample(range(64), 60):
         own = [(r - i) % 64 for r in residues]
         j = rng.choice([j for j in own if j not in taken] or own)
         taken.add(j)
@@ -228,8 +228,8 @@ class Builder:
         return str(path)
 
     def _add_questions(self, name: str, web: Web, chains: list[Chain]) -> None:
-        rows = self.rows.setdefault(f"questions/{name}.jsonl", [])
-        rows += [make_question(web, chain, number).to_json() for number, chain in enumerate(chains)]
+        made = (make_question(web, chain, number).to_json() for number, chain in enumerate(chains))
+        self.rows.setdefault(f"questions/{name}.jsonl", []).extend(made)
 
     def _add_experts(self, name: str, chains: list[Chain], count: int, habits: Habits, corpus: str, rng: random.Random) -> None:
         """Run experts on the chains, over again if need be, until `count` answered right: so many rows will be left by cleaning.
@@ -256,8 +256,7 @@ class Builder:
             write_jsonl(self.root / path, rows)
         write_model_dir(self.root / "model", train_tokenizer(tokenizer_texts(), glue_strings((*TEMPLATES, *THOUGHTS))))
         settings = {name: value for name, value in asdict(self.config).items() if name != "out"}
-        counts = {path: len(rows) for path, rows in sorted(self.rows.items())}
-        write_manifest(self.root, complete=True, config=settings, rows=counts)
+        write_manifest(self.root, complete=True, config=settings, rows={path: len(rows) for path, rows in sorted(self.rows.items())})
 
 
 def tokenizer_texts() -> list[str]:

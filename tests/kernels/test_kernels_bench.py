@@ -25,7 +25,8 @@ def small_case():
 def test_every_provider_that_runs_on_a_cpu_is_right(key):
     """Gradients and values against fp32 or fp64 oracles that share no code with them, at the shapes of the tiny model."""
     rows = bench.measure(key, bench.cases("all", "cpu")[key](), "cpu", repeats=1)
-    assert {row["status"] for row in rows} <= {"ok", bench.ON_CUDA_ONLY}
+    lacking = {row["provider"] for row in rows if row["status"] not in ("ok", bench.ON_CUDA_ONLY)}
+    assert lacking <= (set() if hasattr(F, "linear_cross_entropy") else {"F.linear_cross_entropy"})  # torch 2.11 has it not
     assert all(row["total_ms"] > 0 and row["time_to_bound"] > 0 for row in rows if row["status"] == "ok")
 
 

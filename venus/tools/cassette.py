@@ -4,6 +4,7 @@ A cassette is a JSONL file, one answered call a row, keyed by tool, arguments an
 cassette holds a result for is answered from it; a failed call is recorded and made again. A replay answers with the last row of a call.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -25,7 +26,7 @@ class Cassette:
         """ValueError: nothing to replay, or a row that is none of a cassette."""
         self.path, self.record, self.lock = Path(path), record, threading.Lock()
         self.results: dict[str, ToolResult] = {}
-        self.corpora: dict[str, str] = {}  # path -> digest
+        self.digest_of = functools.cache(file_digest)  # a corpus is known by its content, wherever it lies: a cassette may move to another machine
         if record:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.touch()
@@ -38,15 +39,6 @@ class Cassette:
         if not record and not self.results:
             raise ValueError(f"{path}: an empty cassette has nothing to replay; make one with --cassette record")
         self.handle = open(self.path, "a", encoding="utf-8") if record else None  # noqa: SIM115 - lives as long as the run
-
-    def digest_of(self, corpus: str | None) -> str | None:
-        """What a corpus is known by: its content, wherever it lies. A cassette may move to another machine."""
-        if corpus is None:
-            return None
-        with self.lock:
-            if corpus not in self.corpora:
-                self.corpora[corpus] = file_digest(corpus)
-            return self.corpora[corpus]
 
     def add(self, key: str, row: dict, result: ToolResult) -> ToolResult:
         """Keep a result and return the one that counts: of two equal calls made at once, the first that was answered."""
@@ -68,7 +60,7 @@ class CassetteTool(Tool):
 
     def __call__(self, arguments: dict, *, corpus: str | None, deadline: float) -> ToolResult:
         """Answer from the cassette, else by the tool. ValueError, which ends the run, for a call that a replay does not know."""
-        row = {"tool": self.name, "arguments": arguments, "corpus": self.cassette.digest_of(corpus)}
+        row = {"tool": self.name, "arguments": arguments, "corpus": None if corpus is None else self.cassette.digest_of(corpus)}
         key = _key(**row)
         known = self.cassette.results.get(key)
         if known is not None and (self.tool is None or known.status in ("ok", "empty")):

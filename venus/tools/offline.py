@@ -27,7 +27,6 @@ class Page:
     url: str
     title: str
     text: str
-    links: tuple[str, ...] = ()
 
     @classmethod
     def from_json(cls, obj: dict, where: str) -> "Page":
@@ -37,7 +36,7 @@ class Page:
             raise ValueError(f"{where}: a page needs a url, not {url!r}")
         if not (isinstance(title, str) and isinstance(text, str) and isinstance(links, list)):
             raise ValueError(f"{where}: page {url!r} needs a text; title (text too) and links (a list) may be left out")
-        return cls(url, title, text, tuple(links))
+        return cls(url, title, text)
 
 
 def words(text: str) -> list[str]:
@@ -158,7 +157,7 @@ class OfflineVisit(Tool):
         return "\n".join(lines[n] for n in sorted(best)) or None  # a goal without content words gets the page's beginning
 
 
-def offline_tools(cache: CorpusCache | None = None, *, top_k: int = 3, shuffle: bool = True) -> dict[str, Tool]:
-    """Return {"search", "visit"} over one shared corpus cache; the defaults are those under which the world's experts were recorded."""
+def offline_tools(cache: CorpusCache | None = None) -> dict[str, Tool]:
+    """Return {"search", "visit"} over one shared corpus cache, under the settings under which the world's experts were recorded."""
     cache = cache or CorpusCache()
-    return {tool.name: tool for tool in (OfflineSearch(cache, top_k=top_k, shuffle=shuffle), OfflineVisit(cache))}
+    return {"search": OfflineSearch(cache, top_k=3, shuffle=True), "visit": OfflineVisit(cache)}

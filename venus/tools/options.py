@@ -84,27 +84,23 @@ class ToolOptions:
 
         ValueError for a key that is missing.
         """
-        if self.cassette == "replay":
-            cassette = Cassette(self.cassette_file, record=False)
-            return {name: CassetteTool(name, None, cassette) for name in ("search", "visit")}
         tools = self.web_tools(keys) if self.live else offline_tools(corpora)
-        if self.cassette == "record":
-            cassette = Cassette(self.cassette_file, record=True)
-            return {name: CassetteTool(name, tool, cassette) for name, tool in tools.items()}
-        return tools
+        if self.cassette == "off":
+            return tools
+        cassette = Cassette(self.cassette_file, record=self.cassette == "record")
+        return {name: CassetteTool(name, tool if cassette.record else None, cassette) for name, tool in tools.items()}
 
     def web_tools(self, keys: Keys) -> dict[str, Tool]:
         """The live tools; one budget for all their calls."""
         budget = Budget(self.web_budget)
-        patience = None if self.reader == "fetch" else PATIENCE  # each fetched page is a service of its own
-        pages = Service(self.reader, calls=self.reader_concurrency, seconds=self.web_seconds, budget=budget, patience=patience)
+        pages = self._service(self.reader, self.reader_concurrency, budget)
         summaries = self._service("summary", self.summary_concurrency, budget)
-        allowed = {"allow_private": self.allow_private, "blocked": self.blocked}
-        visit = WebVisit(self.page_reader(keys), pages, self.summary_client(keys), summaries, **allowed)
+        visit = WebVisit(self.page_reader(keys), pages, self.summary_client(keys), summaries, allow_private=self.allow_private, blocked=self.blocked)
         return {"search": self.searcher(keys, budget), "visit": visit}
 
     def _service(self, name: str, calls: int, budget: Budget) -> Service:
-        return Service(name, calls=calls, seconds=self.web_seconds, budget=budget, patience=PATIENCE)
+        patience = None if name == "fetch" else PATIENCE  # each fetched page is a service of its own
+        return Service(name, calls=calls, seconds=self.web_seconds, budget=budget, patience=patience)
 
     def searcher(self, keys: Keys, budget: Budget) -> Serper:
         """The search tool; ValueError without a key."""

@@ -5,17 +5,15 @@ that cannot be had, are told to the agent in words and recorded as the status of
 """
 
 import functools
-import json
 import queue
 import re
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 from venus.chat_api import ChatClient, ChatRequestError
-from venus.http_calls import AddressError, CallError, RefusedError, TryError, check_public, exchange, with_tries
+from venus.http_calls import AddressError, CallError, RefusedError, TryError, check_public, exchange, json_or_none, with_tries
 from venus.protocol import FAILED_SEARCH, UNREAD_PAGE, SearchHit, format_search, format_visit
 from venus.tools.base import Tool, ToolResult, ToolServiceError, VisitedPage
 from venus.tools.pages import PageError
@@ -87,20 +85,6 @@ class Service:
         return result
 
 
-@dataclass(frozen=True)
-class Failure:
-    """Why one query or page of a call has no result, and the status that it leaves."""
-
-    said: str
-    status: str
-
-    @classmethod
-    def of(cls, error: Exception) -> "Failure":
-        if isinstance(error, CallError):
-            return cls(str(error), "timeout" if error.timed_out else "error")
-        return cls(str(error), "empty")
-
-
 def side_by_side(function: Callable[[str], T], items: Sequence[str]) -> list[T]:
     """Return function of every item, all at once. Daemon threads: a call still under way keeps no process from exiting. The first error is raised."""
     done: queue.SimpleQueue = queue.SimpleQueue()
@@ -131,8 +115,8 @@ def is_blocked(url: str, blocked: Sequence[str]) -> bool:
 
 
 def status_of(outcomes: Sequence[object], useful: bool) -> str:
-    """One status for a call of several queries or pages: ok as soon as one is useful, else the gravest."""
-    failed = {outcome.status for outcome in outcomes if isinstance(outcome, Failure)}
+    """One status for a call of several queries or pages, each what it found or the error: ok as soon as one is useful, else the gravest."""
+    failed = {"timeout" if outcome.timed_out else "error" for outcome in outcomes if isinstance(outcome, CallError)}
     return "ok" if useful else next((status for status in ("error", "timeout") if status in failed), "empty")
 
 
@@ -141,23 +125,23 @@ class Serper(Tool):
 
     name = "search"
 
-    def __init__(self, base: str, key: str, service: Service, proxy: str | None, blocked: Sequence[str] = ()):
+    def __init__(self, base: str, key: str, service: Service, proxy: str | None, blocked: Sequence[str]):
         self.base, self.key, self.service, self.proxy, self.blocked = base.rstrip("/"), key, service, proxy, blocked
 
     def __call__(self, arguments: dict, *, corpus: str | None, deadline: float) -> ToolResult:
         """Answer {"query": [...]}: a block of hits for each query that was answered, a line for each that was not."""
         due = time.monotonic() + deadline
         outcomes = list(zip(arguments["query"], side_by_side(lambda query: self._search(query, due), arguments["query"]), strict=True))
-        blocks = [(query, hits) for query, hits in outcomes if not isinstance(hits, Failure)]
-        lines = [FAILED_SEARCH(query, failure.said) for query, failure in outcomes if isinstance(failure, Failure)]
+        blocks = [(query, hits) for query, hits in outcomes if not isinstance(hits, CallError)]
+        lines = [FAILED_SEARCH(query, error) for query, error in outcomes if isinstance(error, CallError)]
         hits = tuple(hit for _, block in blocks for hit in block)
         return ToolResult("\n".join([format_search(blocks)] * bool(blocks) + lines), status_of([o for _, o in outcomes], bool(hits)), hits)
 
-    def _search(self, query: str, due: float) -> list[SearchHit] | Failure:
+    def _search(self, query: str, due: float) -> list[SearchHit] | CallError:
         try:
             return self.service.call(lambda seconds: self.search(query, seconds), due)
         except CallError as error:
-            return Failure.of(error)
+            return error
 
     def search(self, query: str, seconds: float) -> list[SearchHit]:
         """One try. A hit without a link, or with a blocked one, is left out; snippet and date may be absent."""
@@ -183,7 +167,7 @@ class WebVisit(Tool):
 
     def __init__(
         self, read: Callable[[str, float], str], pages: Service, client: ChatClient, summaries: Service, *, allow_private: bool,
-        blocked: Sequence[str] = (),
+        blocked: Sequence[str],
     ):  # fmt: skip
         self.read, self.pages, self.client, self.summaries = read, pages, client, summaries
         self.allow_private, self.blocked = allow_private, blocked
@@ -194,16 +178,16 @@ class WebVisit(Tool):
         outcomes = side_by_side(lambda url: self._visit(url, goal, due), urls)
         texts, items = [], []
         for url, outcome in zip(urls, outcomes, strict=True):
-            if isinstance(outcome, Failure):
-                texts.append((url, goal, UNREAD_PAGE + outcome.said, None))
+            if isinstance(outcome, Exception):
+                texts.append((url, goal, f"{UNREAD_PAGE}{outcome}", None))
                 continue
             evidence, summary = outcome
             items.append(VisitedPage(url, summary if evidence else None))
             texts.append((url, goal, summary or f"nothing on {goal}", evidence or None))
         return ToolResult(format_visit(texts), status_of(outcomes, any(item.summary for item in items)), tuple(items))
 
-    def _visit(self, url: str, goal: str, due: float) -> tuple[str, str] | Failure:
-        """(evidence, summary) of one page."""
+    def _visit(self, url: str, goal: str, due: float) -> tuple[str, str] | Exception:
+        """(evidence, summary) of one page, or why there is none."""
         try:
             if is_blocked(url, self.blocked):
                 raise PageError("addresses like this one are blocked in this run")
@@ -212,7 +196,7 @@ class WebVisit(Tool):
             page = self.pages.call(lambda seconds: self.read(url, seconds), due)
             return self._summarise(page[:PAGE_CHARS], goal, due)
         except (CallError, PageError, AddressError) as error:
-            return Failure.of(error)
+            return error
 
     def _summarise(self, page: str, goal: str, due: float) -> tuple[str, str]:
         """(evidence, summary); a page too long for the model is cut again and again, an unreadable summary is asked for once more."""
@@ -229,8 +213,7 @@ class WebVisit(Tool):
                 continue
             if answer.finish_reason == "length":
                 raise CallError("summary: it was cut off")
-            found = read_summary(answer.text)
-            if found:
+            if found := read_summary(answer.text):
                 return found
             unreadable += 1
             if unreadable == 2:
@@ -240,9 +223,6 @@ class WebVisit(Tool):
 def read_summary(text: str) -> tuple[str, str] | None:
     """(evidence, summary) of a model's reply, fences and thoughts around the JSON object aside; None when it holds none."""
     text = text.rpartition("</think>")[2]
-    try:
-        answer = json.loads(text[text.find("{") : text.rfind("}") + 1])
-    except (ValueError, RecursionError):
-        return None
+    answer = json_or_none(text[text.find("{") : text.rfind("}") + 1])
     parts = (answer.get("evidence"), answer.get("summary")) if isinstance(answer, dict) else (None, None)
     return (parts[0].strip(), parts[1].strip()) if all(isinstance(part, str) for part in parts) else None
