@@ -110,6 +110,25 @@ def test_extension_and_decoding_may_be_mixed_in_one_step(model, full):
         torch.testing.assert_close(got[row], full[row, slice(*span)], **FP32)
 
 
+def test_of_the_last_block_only_what_is_wanted_is_made_and_the_cache_is_whole(model, full):
+    """A decoding row and two chunks; wanted are the last tokens of two rows, and one amid a chunk, twice."""
+    cache = new_cache(model)
+    feed(model, cache, [5, 1, 17, 60])
+    counts = {0: 1, 1: 30, 3: 9}
+    ids = [token for row, count in counts.items() for token in SEQUENCES[row][cache.lengths[row] :][:count]]
+    layout = CachedLayout.of(cache, list(counts), list(counts.values()), model.config.num_groups, kernel=KERNEL, wanted=[0, 39, 10, 10])
+    hidden = model(torch.tensor([ids]), layout.positions_N[None], layout, cache)[0]
+    if KERNEL == "torch":
+        assert layout.last is None
+        hidden = hidden[[0, 39, 10, 10]]
+    torch.testing.assert_close(hidden, torch.stack([full[0, 5], full[3, 68], full[1, 10], full[1, 10]]), **FP32)
+    for row, count in counts.items():
+        cache.advance(row, count)
+    for row, got in enumerate(feed(model, cache, [7, 33, 19, 71]).values()):
+        end = cache.lengths[row]
+        torch.testing.assert_close(got, full[row, end - len(got) : end], **FP32)
+
+
 def test_greedy_with_the_cache_equals_greedy_without(model):
     """Ragged prompts decoded together; the golden continuations of transformers are of the same model."""
     records = json.loads((GOLDEN / "untied_tf4" / "greedy.json").read_text())["greedy"]

@@ -34,8 +34,8 @@ class ForcedSampler(Sampler):
         super().__init__(*args, **kwargs)
         self.scripts = scripts
 
-    def _read(self, hidden_ND, drawing, draws_at, answers):
-        drawn, values = super()._read(hidden_ND, drawing, draws_at, answers)
+    def _read(self, logits_NV, drawing, answers):
+        drawn, values = super()._read(logits_NV, drawing, answers)
         drawn[0] = [self.scripts[row.key][len(row.generation.ids)] for row in drawing]
         return drawn, values
 

@@ -3,6 +3,7 @@
 Shapes: H query heads  K kv heads  E head_dim  N new tokens  R cache rows  T cached positions  W pages of a row.
 """
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Sequence
@@ -40,7 +41,8 @@ class CachedLayout:
     """New tokens of some cache rows, packed in the order of `rows`: `counts[i]` tokens for row `rows[i]`, placed after its `past[i]` cached ones.
 
     The leading `num_singles` rows have one token each and are attended together as `singles` says, the others by flash attention (`chunks`) or row by
-    row. Tokens beyond the sum of the counts are padding: nothing of them is kept.
+    row. Tokens beyond the sum of the counts are padding: nothing of them is kept. In the last block keys and values are made of all tokens and the rest
+    of the `wanted_N` alone, attended as `last` says.
     """
 
     rows: tuple[int, ...]
@@ -51,16 +53,18 @@ class CachedLayout:
     places_NK: Tensor
     singles: RaggedPlan | PageTables | None
     chunks: PageTables | None
+    wanted_N: Tensor | None = None
+    last: "CachedLayout | None" = None
 
     @staticmethod
     def of(
         cache: KVCache, rows: Sequence[int], counts: Sequence[int], num_groups: int, device: torch.device | str = "cpu", *, num_tokens: int = 0,
-        kernel: str = "torch",
+        kernel: str = "torch", wanted: Sequence[int] = (),
     ) -> "CachedLayout":  # fmt: skip
         """Plan `counts[i]` new tokens for each row of `rows`, padded to `num_tokens`; the caller advances the cache afterwards.
 
         num_groups: H/K. kernel: how single tokens attend, "ragged" on the CPU, "triton" or "varlen" to pages on CUDA, "torch" anywhere, to contiguous
-        rows one by one. ValueError beyond the capacity.
+        rows one by one. wanted: the tokens whose hidden states are read, for "ragged": the last block then makes no others. ValueError beyond the capacity.
         """
         past = [cache.lengths[row] for row in rows]
         ends = [start + count for start, count in zip(past, counts, strict=True)]
@@ -84,7 +88,13 @@ class CachedLayout:
             tables = _page_tables(cache, rows[num_singles:], ends[num_singles:], device, "varlen")
             starts = np.cumsum([0, *counts[num_singles:]], dtype=np.int32)
             chunks = tables._replace(starts=torch.from_numpy(starts).to(device), longest=max(counts))
-        return CachedLayout(tuple(rows), tuple(counts), tuple(past), num_singles, positions_N, places_NK, singles, chunks)
+        layout = CachedLayout(tuple(rows), tuple(counts), tuple(past), num_singles, positions_N, places_NK, singles, chunks)
+        if kernel != "ragged" or not wanted:
+            return layout
+        wanted_N, row_N = np.asarray(wanted), np.repeat(rows, counts)
+        plan = plan_ragged(cache, row_N[wanted_N], positions[wanted_N] + 1, num_groups)  # each a single token that sees its row up to itself
+        last = dataclasses.replace(layout, rows=(), counts=(), past=(), num_singles=len(wanted), singles=plan)
+        return dataclasses.replace(layout, wanted_N=torch.from_numpy(wanted_N), last=last)
 
 
 def _page_tables(cache: PagedKVCache, rows: Sequence[int], lengths: Sequence[int], device: torch.device | str, kernel: str) -> PageTables:

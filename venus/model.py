@@ -149,10 +149,14 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.head_dim = config.head_dim
 
-    def forward(self, x_BSD: Tensor, rope: tuple[Tensor, Tensor], layout: Layout | CachedLayout | None, cache: KVCache | None, layer: int) -> Tensor:
-        q_BSHE = apply_rope(self.q_norm(self.q_proj(x_BSD).unflatten(-1, (-1, self.head_dim))), *rope)
+    def forward(
+        self, x_BSD: Tensor, rope: tuple[Tensor, Tensor], layout: Layout | CachedLayout | None, cache: KVCache | None, layer: int, wanted_N: Tensor | None
+    ) -> Tensor:
         k_BSKE = apply_rope(self.k_norm(self.k_proj(x_BSD).unflatten(-1, (-1, self.head_dim))), *rope)
         v_BSKE = self.v_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
+        if wanted_N is not None:
+            x_BSD, rope, layout = x_BSD[:, wanted_N], [angles[:, wanted_N] for angles in rope], layout.last
+        q_BSHE = apply_rope(self.q_norm(self.q_proj(x_BSD).unflatten(-1, (-1, self.head_dim))), *rope)
         return self.o_proj(attend(q_BSHE, k_BSKE, v_BSKE, layout, cache, layer).flatten(2))
 
 
@@ -180,8 +184,12 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x_BSD: Tensor, rope: tuple[Tensor, Tensor], layout: Layout | CachedLayout | None, cache: KVCache | None) -> Tensor:
-        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), rope, layout, cache, self.layer)
+    def forward(
+        self, x_BSD: Tensor, rope: tuple[Tensor, Tensor], layout: Layout | CachedLayout | None, cache: KVCache | None, wanted_N: Tensor | None = None
+    ) -> Tensor:
+        """wanted_N: the tokens to return, where the others matter for their keys and values only."""
+        attended_BSD = self.self_attn(self.input_layernorm(x_BSD), rope, layout, cache, self.layer, wanted_N)
+        x_BSD = (x_BSD if wanted_N is None else x_BSD[:, wanted_N]) + attended_BSD
         return x_BSD + self.mlp(self.post_attention_layernorm(x_BSD))
 
 
@@ -290,7 +298,8 @@ class Qwen3(nn.Module):
         self, ids_BS: Tensor, positions_BS: Tensor | None = None, layout: Layout | CachedLayout | None = None, cache: KVCache | None = None,
         kernel: str = "auto",
     ) -> Tensor:  # fmt: skip
-        """Final hidden states [B, S, D] of int64 ids. positions default to 0..S-1 in every row; layout and cache as in `attention.attend`.
+        """Final hidden states [B, S, D] of int64 ids. positions default to 0..S-1 in every row; layout and cache as in `attention.attend`. Of a
+        CachedLayout with `wanted_N`, those of these tokens alone.
 
         kernel: "triton", "torch", or "auto", Triton on CUDA; `attention.plan_attention` says where it matters.
         """
@@ -301,7 +310,8 @@ class Qwen3(nn.Module):
         layout = plan_attention(layout, x_BSD, self.config.num_groups, kernel, cache)
         for block in self.model.layers:
             if self.recompute == "off" or not torch.is_grad_enabled():
-                x_BSD = block(x_BSD, rope, layout, cache)
+                wanted_N = layout.wanted_N if isinstance(layout, CachedLayout) and block is self.model.layers[-1] else None
+                x_BSD = block(x_BSD, rope, layout, cache, wanted_N)
             else:
                 x_BSD = _recomputed(block, x_BSD, rope, layout, offload=self.recompute == "offload")
         return self.model.norm(x_BSD)

@@ -305,12 +305,19 @@ class Sampler:
             if chunk.answer:
                 answers.append((chunk, range(len(ids) - len(chunk.answer), len(ids))))
         ids += [0] * (-len(ids) % PAD)
-        layout = CachedLayout.of(self.cache, slots, counts, self.model.config.num_groups, self.device, num_tokens=len(ids), kernel=self.kernel)
+        draws_at += [0] * (-len(draws_at) % PAD)
+        wanted = [*draws_at, *(place for _, span in answers for place in span)]
+        groups = self.model.config.num_groups
+        layout = CachedLayout.of(
+            self.cache, slots, counts, groups, self.device, num_tokens=len(ids), kernel=self.kernel, wanted=wanted if chunks else ()
+        )
         ids_N = torch.tensor(ids, device=self.device)
         if self.cuda_graph and not chunks:
             hidden_ND = self._graph.run(ids_N, layout)
         else:
             hidden_ND = self.model(ids_N[None], layout.positions_N[None], layout, self.cache)[0]
+        if layout.last is None:
+            hidden_ND = hidden_ND[torch.tensor(wanted, dtype=torch.int64, device=self.device)]
         for row in singles:
             self.cache.advance(row.slot, 1)
         for chunk in chunks:
@@ -321,18 +328,15 @@ class Sampler:
         self.num_decoded += len(drawing)
         if not (drawing or answers):
             return [], [[]] * 3, []
-        return drawing, *self._read(hidden_ND, drawing, draws_at, answers)
+        return drawing, *self._read(self.model.logits(hidden_ND), drawing, answers)
 
-    def _read(self, hidden_ND: Tensor, drawing: list[_Row], draws_at: list[int], answers: list[tuple[_Chunk, range]]) -> tuple[list, list]:
-        """Draw tokens and score answers from the hidden rows of a pass; one transfer to the host."""
-        draws_at = draws_at + [0] * (-len(draws_at) % PAD)
-        rows = [*draws_at, *(row for _, span in answers for row in span)]
-        logits_NV = self.model.logits(hidden_ND[torch.tensor(rows, device=self.device)])
+    def _read(self, logits_NV: Tensor, drawing: list[_Row], answers: list[tuple[_Chunk, range]]) -> tuple[list, list]:
+        """Draw tokens and score answers, whose logits come last; one transfer to the host."""
         uniforms = uniform_noise([row.key for row in drawing], [len(row.generation.ids) for row in drawing])
         parts = draw(logits_NV[: len(drawing)], torch.from_numpy(uniforms).to(self.device), self.params)
         if answers:
             targets_N1 = torch.tensor([token for chunk, _ in answers for token in chunk.answer], device=self.device)[:, None]
-            parts = *parts, torch.log_softmax(logits_NV[len(draws_at) :], dim=-1).gather(-1, targets_N1)[:, 0].double()
+            parts = *parts, torch.log_softmax(logits_NV[-len(targets_N1) :], dim=-1).gather(-1, targets_N1)[:, 0].double()
         numbers = torch.cat(parts).cpu().numpy()
         ids, log_probs, kept_mass = numbers[: 3 * len(drawing)].reshape(3, -1)
         means, start = [], 3 * len(drawing)

@@ -9,6 +9,7 @@ A piece is the text between two structure tokens, encoded in one go: the newline
 newline are one token). At the generation prompt alone a piece is cut, because there the model starts to write.
 """
 
+import functools
 import json
 import os
 from dataclasses import dataclass, field
@@ -53,6 +54,8 @@ class ChatTokenizer:
         for tokenizer in (self._trusted, self._untrusted):  # tokenizer.json can carry both, and they would cut or fill pieces
             tokenizer.no_truncation()
             tokenizer.no_padding()
+        # an observation is encoded to be measured and then again to be appended
+        self._untrusted_ids = functools.lru_cache(maxsize=8)(lambda text: self._untrusted.encode(text, add_special_tokens=False).ids)
         leaking = [token for token in added if added[token] in self.encode_untrusted(token)]
         if leaking:
             raise ValueError(f"{file}: plain text can become the added token {leaking[0]}: it is in the BPE merges")
@@ -78,7 +81,7 @@ class ChatTokenizer:
         """Encode others' text: no added token can arise. A lone surrogate (a broken JSON escape) has no bytes and becomes U+FFFD."""
         if not text.isascii():  # UTF-16 joins the halves of a pair that were escaped one by one
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return self._untrusted.encode(text, add_special_tokens=False).ids
+        return list(self._untrusted_ids(text))
 
     def decode(self, ids: list[int]) -> str:
         """Return the text, structure tokens included. Ids without a token (a model's padded vocabulary) and broken UTF-8 read U+FFFD."""
