@@ -8,7 +8,7 @@ import json
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import median
 
@@ -16,6 +16,7 @@ import torch
 
 from venus.cli import option
 from venus.collect import RolloutOptions, jobs_of
+from venus.model import Qwen3Config
 from venus.tokenizer import ChatTokenizer
 from venus.trajectory import read_questions
 from venus.weights import load_for_inference
@@ -32,15 +33,19 @@ class WorldConfig:
     before: str | None = option(None, help="root of another tree to compare with, such as a git worktree")
     num_questions: int = option(48, help="questions, the first ones", unit="questions")
     samples: int = option(8, help="rollouts of each question")
-    slots: int = option(64, help="rollouts open at once", unit="rows")
+    slots: int = option(64, help="rollouts decoded at once, and open at once where concurrent does not say or is not known", unit="rows")
+    concurrent: int | None = option(None, help="rollouts open at once, in a tree that has this flag", unit="rows")
     latency: float = option(0.05, help="what every tool call takes more than it does", unit="seconds")
     threads: int = option(1, help="CPU threads")
     repeats: int = option(5, help="runs of every tree")
 
     def validate(self) -> None:
-        """ValueError for a tree that is none."""
+        """ValueError for a tree, a model or questions that are none."""
         if self.before and not (Path(self.before) / "venus" / "collect.py").is_file():
             raise ValueError(f"before {self.before}: no venus/collect.py there; give the root of a checkout")
+        if self.concurrent is not None and self.concurrent < self.slots:
+            raise ValueError(f"concurrent {self.concurrent}: fewer than the {self.slots} slots that decode")
+        Qwen3Config.read(self.model), read_questions(self.questions)
 
 
 def world(cfg: WorldConfig) -> None:
@@ -66,10 +71,13 @@ def world(cfg: WorldConfig) -> None:
         print("the ids are equal")
 
 
-def play(model: str, questions: str, num_questions: int, samples: int, slots: int, latency: float, threads: int) -> dict:
+def play(model: str, questions: str, num_questions: int, samples: int, slots: int, concurrent: int | None, latency: float, threads: int) -> dict:
     """Make the rollouts, as the demo does, and return seconds, counts and a digest of all ids."""
     torch.set_num_threads(threads)
-    options = RolloutOptions(system_prompt="short", max_turns=8, max_turn_tokens=48, max_observation_tokens=160, max_context=1024, slots=slots)
+    limits = {"max_turns": 8, "max_turn_tokens": 48, "max_observation_tokens": 160, "max_context": 1024, "slots": slots}
+    if "concurrent" in {field.name for field in fields(RolloutOptions)}:
+        limits["concurrent"] = concurrent
+    options = RolloutOptions(system_prompt="short", **limits)
     agent = options.agent(load_for_inference(model), ChatTokenizer(model), run="bench", seed=0, manifest={})
 
     def slow(tool):
