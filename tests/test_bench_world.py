@@ -39,6 +39,8 @@ def test_a_tree_that_cannot_play_is_named(made, tmp_path, capfd):
     assert "Error" in capfd.readouterr().err
     with pytest.raises(ValueError, match="no venus/collect.py there"):
         WorldConfig(**made, before=str(tmp_path / "venus")).validate()
+    with pytest.raises(ValueError, match="slots.* at least 1"):  # rollouts would wait for a slot for ever
+        WorldConfig(**made, slots=0).validate()
 
 
 def test_other_ids_are_an_error_and_speed_is_none(monkeypatch, capsys):

@@ -40,7 +40,9 @@ class WorldConfig:
     repeats: int = option(5, help="runs of every tree")
 
     def validate(self) -> None:
-        """ValueError for a tree, a model or questions that are none."""
+        """ValueError for a count out of range, and for a tree, a model or questions that are none."""
+        if min(self.num_questions, self.samples, self.slots, self.threads, self.repeats) < 1 or self.latency < 0:
+            raise ValueError("num-questions, samples, slots, threads and repeats must be at least 1, latency at least 0")
         if self.before and not (Path(self.before) / "venus" / "collect.py").is_file():
             raise ValueError(f"before {self.before}: no venus/collect.py there; give the root of a checkout")
         if self.concurrent is not None and self.concurrent < self.slots:

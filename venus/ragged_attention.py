@@ -29,7 +29,6 @@ with warnings.catch_warnings():  # torch says once, at the first one, that compr
     torch.sparse_csr_tensor([0, 1], [0], [1.0])
 
 
-
 class RaggedPlan(NamedTuple):
     """Which of a layer's vectors each query sees, query (h, r) being number h*R + r.
 
