@@ -9,7 +9,7 @@ STAMP := .venv/.setup-done
 SCRIPTS := train_sft train_igpo rollout eval
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo smoke test soak lint bench $(SCRIPTS) FORCE
+.PHONY: help setup demo smoke test soak lint format bench $(SCRIPTS) FORCE
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z_]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,8 +40,12 @@ test: setup ## every test but the soak tests
 soak: setup ## the long tests
 	$(PY) -m pytest -m soak $(ARGS)
 
-lint: setup ## ruff, check only: edits no file
+lint: setup ## ruff's rules and format, check only: edits no file
 	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+format: setup ## lay the code out: ruff, 100 columns
+	$(PY) -m ruff format .
 
 bench: setup ## time info-gain scoring, decoding and the kernels against their references
 	$(PY) -m venus.bench ig

@@ -1,7 +1,9 @@
-"""Roll the agent out on questions: questions.jsonl -> trajectories.jsonl. No grading (eval.py), no training.
+"""Roll the agent out on questions: questions.jsonl -> trajectories.jsonl. No grading
+(eval.py), no training.
 
-    python rollout.py --model DIR --questions questions.jsonl --output trajectories.jsonl --samples 4
-    python rollout.py --model DIR --doctor [--tools live ..]          try the model, the kernels and each service, and exit
+    python rollout.py --model DIR --questions questions.jsonl --output trajectories.jsonl
+    python rollout.py --model DIR --doctor [--tools live ..]
+        try the model, the kernels and each service, and exit
 """
 
 import functools
@@ -22,12 +24,18 @@ from venus.trajectory import read_questions
 class RolloutConfig(RolloutOptions):
     model: str = option(help="Hugging Face directory: config.json, safetensors, tokenizer.json")
     questions: str | None = option(None, help="questions.jsonl: id, question, ground_truth, corpus")
-    output: str | None = option(None, help="trajectories.jsonl, appended to; finished trajectories are not made again")
+    output: str | None = option(
+        None, help="trajectories.jsonl, appended to; finished trajectories are not made again"
+    )
     samples: int = option(1, help="rollouts per question")
     num_questions: int | None = option(None, help="the first so many questions; empty is all")
     seed: int = option(0, help="seed of the sampling noise")
     dry_run: bool = option(False, help="print the resolved config and the plan, and exit")
-    doctor: bool = option(False, help="try everything that is configured with one cheap call each, and exit with 0 if all of it works, else 2")
+    doctor: bool = option(
+        False,
+        help="try everything that is configured with one cheap call each, and exit with 0 if all "
+        "of it works, else 2",
+    )
 
     def validate(self):
         super().validate()
@@ -49,14 +57,34 @@ def main(cfg: RolloutConfig, keys: Keys) -> int | None:
         return None
     (model, name), tokenizer = cfg.load_policy(cfg.model, keys), ChatTokenizer(cfg.model)
     corpora = check_corpora(questions) if cfg.tools == "offline" else None
-    agent = cfg.agent(model, tokenizer, run=Path(cfg.output).stem, seed=cfg.seed, manifest={"model": name}, tools=cfg.make_tools(keys, corpora))
-    run_directory, device = Path(cfg.output).with_suffix(".run"), cfg.policy or str(model.lm_head.weight.device)
+    agent = cfg.agent(
+        model,
+        tokenizer,
+        run=Path(cfg.output).stem,
+        seed=cfg.seed,
+        manifest={"model": name},
+        tools=cfg.make_tools(keys, corpora),
+    )
+    run_directory = Path(cfg.output).with_suffix(".run")
+    device = cfg.policy or str(model.lm_head.weight.device)
     decoding = None if cfg.policy else agent.sampler.choices
-    trajectories = collect(agent, jobs, cfg.output, begin=lambda: save_run(cfg, run_directory, device=device, decoding=decoding))
+    trajectories = collect(
+        agent,
+        jobs,
+        cfg.output,
+        begin=lambda: save_run(cfg, run_directory, device=device, decoding=decoding),
+    )
     turns = sum(len(trajectory.turns) for trajectory in trajectories)
-    print(f"{cfg.output}: {len(trajectories)} trajectories, {turns} turns, {sum(t.num_sampled for t in trajectories)} sampled tokens")
+    print(
+        f"{cfg.output}: {len(trajectories)} trajectories, {turns} turns, "
+        f"{sum(t.num_sampled for t in trajectories)} sampled tokens"
+    )
     return None
 
 
 if __name__ == "__main__":
-    run(functools.partial(main, keys=Keys.read(os.environ)), RolloutConfig, "Roll the agent out on questions.")
+    run(
+        functools.partial(main, keys=Keys.read(os.environ)),
+        RolloutConfig,
+        "Roll the agent out on questions.",
+    )

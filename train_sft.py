@@ -1,8 +1,10 @@
-"""Supervised fine-tuning on agent trajectories: the negative log-likelihood of the agent's own tokens (Eq. 1), environment tokens masked.
+"""Supervised fine-tuning on agent trajectories: the negative log-likelihood of the agent's own
+tokens (Eq. 1), environment tokens masked.
 
-    python train_sft.py --model QWEN3_DIR --data ROWS.jsonl --output runs/sft
-    torchrun --nproc_per_node=8 train_sft.py ...
-The same command resumes, with any number of processes. Exit code 3: stopped by SIGTERM or Ctrl-C, everything saved.
+    python train_sft.py --model QWEN3_DIR --data ROWS.jsonl --output runs/sft torchrun
+    --nproc_per_node=8 train_sft.py ...
+The same command resumes, with any number of processes. Exit code 3: stopped by SIGTERM or
+Ctrl-C, everything saved.
 """
 
 import dataclasses
@@ -33,28 +35,60 @@ from venus.weights import fingerprint
 @dataclass(frozen=True)
 class SftConfig(TrainingOptions):
     # data and model
-    model: str | None = option(None, unless="dry_run", help="Hugging Face directory: config.json, tokenizer.json, safetensors")
-    data: str | None = option(None, unless="dry_run", help="SFT rows {question, gt, messages}: a .json or .jsonl file or a directory of them")
-    output: str | None = option(None, unless="dry_run", help="directory of checkpoints, metrics and the exported model")
-    init: str = option("weights", help="start from the model's weights, or at random", choices=("weights", "random"))
+    model: str | None = option(
+        None,
+        unless="dry_run",
+        help="Hugging Face directory: config.json, tokenizer.json, safetensors",
+    )
+    data: str | None = option(
+        None,
+        unless="dry_run",
+        help="SFT rows {question, gt, messages}: a .json or .jsonl file or a directory of them",
+    )
+    output: str | None = option(
+        None, unless="dry_run", help="directory of checkpoints, metrics and the exported model"
+    )
+    init: str = option(
+        "weights",
+        help="start from the model's weights, or at random",
+        choices=("weights", "random"),
+    )
     max_length: int = option(200_000, help="longer rows are left out, and counted", unit="tokens")
-    resample: str = option("on", help="on: a row stands in an epoch as often as its `weight` says; off: once", choices=("on", "off"))
+    resample: str = option(
+        "on",
+        help="on: a row stands in an epoch as often as its `weight` says; off: once",
+        choices=("on", "off"),
+    )
     # optimisation
     epochs: float = option(1.0, help="passes over the data")
     batch_size: int = option(32, help="trajectories per optimizer step, over all processes")
     lr: float = option(1e-5, help="peak learning rate")
-    min_lr_ratio: float = option(0.0, help="learning rate at the end of the cosine, as a share of the peak")
+    min_lr_ratio: float = option(
+        0.0, help="learning rate at the end of the cosine, as a share of the peak"
+    )
     warmup_ratio: float = option(0.1, help="share of the steps with linear warm-up")
     beta1: float = option(0.9, help="AdamW")
     beta2: float = option(0.95, help="AdamW")
     weight_decay: float = option(0.01, help="AdamW")
     clip_norm: float = option(1.0, help="largest global gradient norm")
-    loss_norm: str = option("token", help="mean over all loss tokens of a step, or over its sequences' token means", choices=("token", "sequence"))
+    loss_norm: str = option(
+        "token",
+        help="mean over all loss tokens of a step, or over its sequences' token means",
+        choices=("token", "sequence"),
+    )
     # run
-    threads: int | None = option(None, help="CPU threads; empty is one per core, which for tiny models on a busy machine is slower than 1")
+    threads: int | None = option(
+        None,
+        help="CPU threads; empty is one per core, which for tiny models on a busy machine is "
+        "slower than 1",
+    )
     seed: int = option(0, help="seed of the random start and of the order of rows")
-    save_every: int = option(100, help="steps between checkpoints; a run resumes from the latest", unit="steps")
-    log_every: int = option(1, help="steps between console lines; metrics.jsonl has every step", unit="steps")
+    save_every: int = option(
+        100, help="steps between checkpoints; a run resumes from the latest", unit="steps"
+    )
+    log_every: int = option(
+        1, help="steps between console lines; metrics.jsonl has every step", unit="steps"
+    )
 
     def validate(self):
         super().validate()
@@ -65,7 +99,9 @@ class SftConfig(TrainingOptions):
 
 @dataclass(frozen=True)
 class Rows:
-    """The data: documents, how often each stands in an epoch, the number of its first row, and how many rows were too long."""
+    """The data: documents, how often each stands in an epoch, the number of its first row, and how
+    many rows were too long.
+    """
 
     documents: list[Document]
     weights: list[int]
@@ -75,27 +111,43 @@ class Rows:
 
 @record
 def main(cfg: SftConfig) -> int | None:
-    """Encode the rows, then one optimizer step per batch; checkpoints on the way, a Hugging Face directory at the end."""
+    """Encode the rows, then one optimizer step per batch; checkpoints on the way, a Hugging Face
+    directory at the end.
+    """
     if cfg.threads:
         torch.set_num_threads(cfg.threads)
     if cfg.export:
         return export_latest(cfg)
     if cfg.dry_run and not (cfg.model and cfg.data):
-        return dry_run(cfg, Qwen3Config.read(cfg.model) if cfg.model else QWEN3_4B, cfg.max_length, [])
+        return dry_run(
+            cfg, Qwen3Config.read(cfg.model) if cfg.model else QWEN3_4B, cfg.max_length, []
+        )
     config, tokenizer = Qwen3Config.read(cfg.model), ChatTokenizer(cfg.model)
     tokenizer.check_fits(config.vocab_size)
     rows = read_rows(cfg, tokenizer)
     num_steps = max(1, round(cfg.epochs * steps_per_epoch(rows.weights, cfg.batch_size)))
-    batch_items(rows.weights, cfg.batch_size, seed=cfg.seed, step=0)  # fails here, and not after loading, when copies must meet in a batch
+    # fails here, and not after loading, when copies must meet in a batch
+    batch_items(rows.weights, cfg.batch_size, seed=cfg.seed, step=0)
     longest = max(len(document.ids) for document in rows.documents)
     if cfg.dry_run:
         return dry_run(cfg, config, longest, plan(cfg, config, rows, num_steps))
     world = World(cfg.sp)
     model = start_model(cfg, world)
     training = TrainingRun(
-        cfg, model, world, settings=settings(cfg, config, rows), num_steps=num_steps, console=("loss", "lr", "grad_norm", "tokens_per_second"), extra={},
-        spread=cfg.spread(world_size=world.size, longest=longest, reference=False, bf16=world.device.type == "cuda"),
-    )  # fmt: skip
+        cfg,
+        model,
+        world,
+        settings=settings(cfg, config, rows),
+        num_steps=num_steps,
+        console=("loss", "lr", "grad_norm", "tokens_per_second"),
+        extra={},
+        spread=cfg.spread(
+            world_size=world.size,
+            longest=longest,
+            reference=False,
+            bf16=world.device.type == "cuda",
+        ),
+    )
 
     with training.running():
         for step in training.steps("sft"):
@@ -103,34 +155,60 @@ def main(cfg: SftConfig) -> int | None:
             chosen = batch_items(rows.weights, cfg.batch_size, seed=cfg.seed, step=step)
             batch = with_weights([rows.documents[i] for i in chosen], cfg.loss_norm)
             results = backward(
-                model, batch, lambda fields: WeightedNLL(fields["weights"]), max_tokens=cfg.max_tokens_per_gpu, world=world, kernel=training.kernel
+                model,
+                batch,
+                lambda fields: WeightedNLL(fields["weights"]),
+                max_tokens=cfg.max_tokens_per_gpu,
+                world=world,
+                kernel=training.kernel,
             )
             lr = learning_rate(cfg, step, num_steps)
-            loss, grad_norm = training.update(results, lr, [f"row {rows.numbers[i]}" for i in chosen])
-            lengths, loss_tokens = [len(document.ids) for document in batch], int(sum(sum(document.per_token["mask"]) for document in batch))
+            loss, grad_norm = training.update(
+                results, lr, [f"row {rows.numbers[i]}" for i in chosen]
+            )
+            lengths = [len(document.ids) for document in batch]
+            loss_tokens = int(sum(sum(document.per_token["mask"]) for document in batch))
             seconds = time.monotonic() - started
-            training.metrics.log(step, {
-                "loss": loss, "lr": lr, "grad_norm": grad_norm, "skipped": training.extra["skipped"], "tokens": sum(lengths), "loss_tokens": loss_tokens,
-                "padding_share": padding_share(batch, results, world), "tokens_per_second": sum(lengths) / seconds,
-                "mfu": training.mfu(lengths, loss_tokens, seconds),
-            }, show=(step + 1) % cfg.log_every == 0 or step + 1 == num_steps)  # fmt: skip
+            training.metrics.log(
+                step,
+                {
+                    "loss": loss,
+                    "lr": lr,
+                    "grad_norm": grad_norm,
+                    "skipped": training.extra["skipped"],
+                    "tokens": sum(lengths),
+                    "loss_tokens": loss_tokens,
+                    "padding_share": padding_share(batch, results, world),
+                    "tokens_per_second": sum(lengths) / seconds,
+                    "mfu": training.mfu(lengths, loss_tokens, seconds),
+                },
+                show=(step + 1) % cfg.log_every == 0 or step + 1 == num_steps,
+            )
     return training.finish()
 
 
 def read_rows(cfg: SftConfig, tokenizer: ChatTokenizer) -> Rows:
     """Tokenise the rows once: ids and a mask that is 1 on the assistant spans.
 
-    Equal rows are copies of one trajectory, written out, and become one document, so that they cannot share a batch.
+    Equal rows are copies of one trajectory, written out, and become one document, so that they
+    cannot share a batch.
     """
     rows, places, num_long = Rows([], [], [], 0), {}, 0
-    for number, (row, encoded) in enumerate(tqdm(encode_rows(cfg.data, tokenizer), desc="tokenise", unit="row", disable=None, leave=False), start=1):
+    for number, (row, encoded) in enumerate(
+        tqdm(
+            encode_rows(cfg.data, tokenizer), desc="tokenise", unit="row", disable=None, leave=False
+        ),
+        start=1,
+    ):
         if len(encoded.ids) > cfg.max_length:
             num_long += 1
             continue
         mask = [0.0] * len(encoded.ids)
         for start, end in encoded.spans:
             mask[start:end] = [1.0] * (end - start)
-        place = places.setdefault(hashlib.sha256(array("l", encoded.ids)).digest(), len(rows.documents))
+        place = places.setdefault(
+            hashlib.sha256(array("l", encoded.ids)).digest(), len(rows.documents)
+        )
         if place == len(rows.documents):
             rows.documents.append(Document(encoded.ids, {"mask": mask}))
             rows.weights.append(0)
@@ -138,7 +216,10 @@ def read_rows(cfg: SftConfig, tokenizer: ChatTokenizer) -> Rows:
         rows.weights[place] += whole_weight(row)
     weights = [min(1, weight) for weight in rows.weights] if cfg.resample == "off" else rows.weights
     if not any(weights):
-        raise ValueError(f"{cfg.data}: no row with a weight and at most {cfg.max_length} tokens ({num_long} longer ones)")
+        raise ValueError(
+            f"{cfg.data}: no row with a weight and at most {cfg.max_length} tokens "
+            f"({num_long} longer ones)"
+        )
     return dataclasses.replace(rows, weights=weights, num_long=num_long)
 
 
@@ -146,7 +227,10 @@ def whole_weight(row: dict) -> int:
     """How often a row stands in an epoch."""
     weight = row.get("weight", 1)
     if weight != int(weight):
-        raise ValueError(f"weight {weight} of the row on {row['question'][:60]!r}: an epoch holds a row a whole number of times")
+        raise ValueError(
+            f"weight {weight} of the row on {row['question'][:60]!r}: an epoch holds a row a "
+            "whole number of times"
+        )
     return int(weight)
 
 
@@ -164,9 +248,22 @@ def start_model(cfg: SftConfig, world: World) -> Qwen3:
 
 
 def settings(cfg: SftConfig, config: Qwen3Config, rows: Rows) -> dict:
-    """What decides the training: a checkpoint made with other values is not resumed. Model and data count by their content, wherever they lie."""
-    left_out = {field.name for field in dataclasses.fields(TrainingOptions)} | {"model", "data", "output", "threads", "save_every", "log_every"}
-    values = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg) if field.name not in left_out}
+    """What decides the training: a checkpoint made with other values is not resumed. Model and data
+    count by their content, wherever they lie.
+    """
+    left_out = {field.name for field in dataclasses.fields(TrainingOptions)} | {
+        "model",
+        "data",
+        "output",
+        "threads",
+        "save_every",
+        "log_every",
+    }
+    values = {
+        field.name: getattr(cfg, field.name)
+        for field in dataclasses.fields(cfg)
+        if field.name not in left_out
+    }
     ids = (array("l", document.ids).tobytes() for document in rows.documents)
     model = fingerprint(cfg.model) if cfg.init == "weights" else digest(repr(config).encode())
     return values | {"model": model, "data": digest(*ids, array("l", rows.weights).tobytes())}
@@ -178,25 +275,48 @@ def learning_rate(cfg: SftConfig, step: int, num_steps: int) -> float:
     if step < warmup:
         return cfg.lr * (step + 1) / warmup
     progress = (step - warmup) / max(1, num_steps - warmup)
-    return cfg.lr * (cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress)))
+    return cfg.lr * (
+        cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
+    )
 
 
-def dry_run(cfg: SftConfig, config: Qwen3Config, longest: int, rows: list[tuple[str, object]]) -> None:
-    """Print the plan; without a model that of the paper's, without data that of rows as long as --max-length."""
-    spread = cfg.spread(world_size=cfg.world_size, longest=longest, reference=False, bf16=bool(cfg.gpu_memory) or torch.cuda.is_available())
+def dry_run(
+    cfg: SftConfig, config: Qwen3Config, longest: int, rows: list[tuple[str, object]]
+) -> None:
+    """Print the plan; without a model that of the paper's, without data that of rows as
+    long as --max-length.
+    """
+    spread = cfg.spread(
+        world_size=cfg.world_size,
+        longest=longest,
+        reference=False,
+        bf16=bool(cfg.gpu_memory) or torch.cuda.is_available(),
+    )
     print_plan(cfg, [*rows, *memory_rows(config, spread, cfg.gpu_memory)])
 
 
-def plan(cfg: SftConfig, config: Qwen3Config, rows: Rows, num_steps: int) -> list[tuple[str, object]]:
+def plan(
+    cfg: SftConfig, config: Qwen3Config, rows: Rows, num_steps: int
+) -> list[tuple[str, object]]:
     """What the run would do, for --dry-run."""
     lengths = [len(document.ids) for document in rows.documents]
-    tokens, loss_tokens = sum(lengths), int(sum(sum(document.per_token["mask"]) for document in rows.documents))
-    compute, again = (cfg.epochs * flops for flops in (training_flops(config, lengths, loss_tokens), recompute_flops(config, lengths, cfg.recompute)))
+    tokens = sum(lengths)
+    loss_tokens = int(sum(sum(document.per_token["mask"]) for document in rows.documents))
+    compute, again = (
+        cfg.epochs * flops
+        for flops in (
+            training_flops(config, lengths, loss_tokens),
+            recompute_flops(config, lengths, cfg.recompute),
+        )
+    )
     return [
-        ("parameters", f"{num_parameters(config):,}"), ("rows", f"{len(lengths):,} kept, {rows.num_long:,} longer than --max-length"),
-        ("tokens", f"{tokens:,} an epoch, longest row {max(lengths):,}"), ("loss tokens", f"{loss_tokens:,}"),
-        ("steps", f"{num_steps:,} of {cfg.batch_size} rows"), ("compute", f"{compute:.3g} FLOP, {again:.3g} of them again"),
-    ]  # fmt: skip
+        ("parameters", f"{num_parameters(config):,}"),
+        ("rows", f"{len(lengths):,} kept, {rows.num_long:,} longer than --max-length"),
+        ("tokens", f"{tokens:,} an epoch, longest row {max(lengths):,}"),
+        ("loss tokens", f"{loss_tokens:,}"),
+        ("steps", f"{num_steps:,} of {cfg.batch_size} rows"),
+        ("compute", f"{compute:.3g} FLOP, {again:.3g} of them again"),
+    ]
 
 
 if __name__ == "__main__":

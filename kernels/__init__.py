@@ -1,1 +1,3 @@
-"""Hand-written kernels with a plain torch reference beside each one. Imports torch only, never venus."""
+"""Hand-written kernels with a plain torch reference beside each one. Imports
+torch only, never venus.
+"""

@@ -1,11 +1,14 @@
-"""Time the kernels against what else there is, check every result first, and print where time and memory go.
+"""Time the kernels against what else there is, check every result first, and print
+where time and memory go.
 
-    python -m kernels.bench cross_entropy|gt_score|attention|all [--device cpu|cuda] [--json FILE] [--repeats R] [--cases WORD]
+    python -m kernels.bench cross_entropy|gt_score|attention|all [--device cpu|cuda] [--json FILE]
+    [--repeats R] [--cases WORD]
 
-Wall clock between synchronisations, the providers of a table interleaved round by round, median [20 %, 80 %]. Flops are those of the mathematics
-(2 N V D forward, 6 N V D both; recomputation earns nothing). Memory is the peak above the inputs: of the allocator on CUDA, of a process of its own on a
-CPU. What this installation lacks prints `absent`; what is wrong is not timed. "selected" providers get the rows with loss only, as ours do.
-Shapes as in cross_entropy.py and gt_score.py.
+Wall clock between synchronisations, the providers of a table interleaved round by round, median [20
+%, 80 %]. Flops are those of the mathematics (2 N V D forward, 6 N V D both; recomputation earns
+nothing). Memory is the peak above the inputs: of the allocator on CUDA, of a process of its own on
+a CPU. What this installation lacks prints `absent`; what is wrong is not timed. "selected"
+providers get the rows with loss only, as ours do. Shapes as in cross_entropy.py and gt_score.py.
 """
 
 import argparse
@@ -31,12 +34,15 @@ from kernels.cross_entropy import linear_log_probs, linear_token_loss
 from kernels.gt_score import branch_attention, branch_attention_ref, plan_rows, visibility
 from kernels.launch import triton
 
-PEAK_TFLOPS = 790  # one bf16 product on an H100 or H200, as others measured it; the data sheet says 989
+# one bf16 product on an H100 or H200, as others measured it; the data sheet says 989
+PEAK_TFLOPS = 790
 ON_CUDA_ONLY = "cuda only"
 
 
 class Case(NamedTuple):
-    """One table. providers: name -> function of no arguments, or why there is none; check(name, result, grads) -> errors by name."""
+    """One table. providers: name -> function of no arguments, or why there is none; check(name,
+    result, grads) -> errors by name.
+    """
 
     title: str
     inputs: list[Tensor]
@@ -51,14 +57,33 @@ class Case(NamedTuple):
 # ---- linear cross-entropy
 
 
-def cross_entropy_case(device: str, *, num_tokens: int, hidden: int, vocab: int, share: float) -> Case:
-    """The mean -log p over a random `share` of the rows, with the gradients of hidden rows and head."""
-    dtype, generator = torch.bfloat16 if device == "cuda" else torch.float32, torch.Generator(device).manual_seed(0)
-    h = torch.randn(num_tokens, hidden, generator=generator, device=device).to(dtype).requires_grad_()
-    w = torch.randn(vocab, hidden, generator=generator, device=device).mul_(hidden**-0.5).to(dtype).requires_grad_()
+def cross_entropy_case(
+    device: str, *, num_tokens: int, hidden: int, vocab: int, share: float
+) -> Case:
+    """The mean -log p over a random `share` of the rows, with the gradients of
+    hidden rows and head.
+    """
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    generator = torch.Generator(device).manual_seed(0)
+    h = (
+        torch.randn(num_tokens, hidden, generator=generator, device=device)
+        .to(dtype)
+        .requires_grad_()
+    )
+    w = (
+        torch.randn(vocab, hidden, generator=generator, device=device)
+        .mul_(hidden**-0.5)
+        .to(dtype)
+        .requires_grad_()
+    )
     targets = torch.randint(vocab, (num_tokens,), generator=generator, device=device)
-    rows = torch.randperm(num_tokens, generator=generator, device=device)[: round(share * num_tokens)].sort().values
-    ignored = torch.full_like(targets, -100).index_copy_(0, rows, targets[rows])  # how the others are told which rows count
+    rows = (
+        torch.randperm(num_tokens, generator=generator, device=device)[: round(share * num_tokens)]
+        .sort()
+        .values
+    )
+    # how the others are told which rows count
+    ignored = torch.full_like(targets, -100).index_copy_(0, rows, targets[rows])
     count, chunk = len(rows), 128 if device == "cpu" else 4096
 
     def objective(log_probs, part):
@@ -69,7 +94,9 @@ def cross_entropy_case(device: str, *, num_tokens: int, hidden: int, vocab: int,
 
     @torch.no_grad()
     def products():  # what every exact form must do at least, into buffers made once
-        z, grad_h, grad_w = h.new_empty(min(chunk, count), vocab), torch.empty_like(h[rows]), torch.zeros_like(w)
+        z = h.new_empty(min(chunk, count), vocab)
+        grad_h = torch.empty_like(h[rows])
+        grad_w = torch.zeros_like(w)
         for start in range(0, count, chunk):
             part = h[rows[start : start + chunk]]
             logits = torch.mm(part, w.T, out=z[: len(part)])
@@ -80,11 +107,16 @@ def cross_entropy_case(device: str, *, num_tokens: int, hidden: int, vocab: int,
     ours = lambda: -linear_log_probs(h[rows], w, targets[rows])[0].mean()  # noqa: E731
     providers = {
         "one pass": lambda: linear_token_loss(h[rows], w, targets[rows], objective)[0],
-        "recompute": ours, "log-probs, no gradient": torch.no_grad()(ours),
-        "naive, all rows": lambda: naive(h, ignored), "naive, selected": lambda: naive(h[rows], targets[rows]),
-        "torch.compile, selected": functools.partial(torch.compile(naive), h[rows], targets[rows]) if device == "cuda" else ON_CUDA_ONLY,
-        **_other_cross_entropies(device, h, w, ignored, rows, chunk), "bare products": products,
-    }  # fmt: skip
+        "recompute": ours,
+        "log-probs, no gradient": torch.no_grad()(ours),
+        "naive, all rows": lambda: naive(h, ignored),
+        "naive, selected": lambda: naive(h[rows], targets[rows]),
+        "torch.compile, selected": functools.partial(torch.compile(naive), h[rows], targets[rows])
+        if device == "cuda"
+        else ON_CUDA_ONLY,
+        **_other_cross_entropies(device, h, w, ignored, rows, chunk),
+        "bare products": products,
+    }
 
     @functools.cache
     def exact():  # fp32, full logits of a few rows at a time
@@ -101,21 +133,40 @@ def cross_entropy_case(device: str, *, num_tokens: int, hidden: int, vocab: int,
             return {}
         total, want = exact()
         pairs = zip(("dX", "dW"), grads, want, strict=False)  # without gradients there are none
-        return {"loss": abs(loss.item() - total)} | {key: ((got.float() - true).norm() / true.norm()).item() for key, got, true in pairs}
+        return {"loss": abs(loss.item() - total)} | {
+            key: ((got.float() - true).norm() / true.norm()).item() for key, got, true in pairs
+        }
 
-    title = f"cross_entropy N {num_tokens:,} D {hidden:,} V {vocab:,} {str(dtype)[6:]}, loss on {share:.0%} of the rows"
+    title = (
+        f"cross_entropy N {num_tokens:,} D {hidden:,} V {vocab:,} {str(dtype)[6:]}, loss on "
+        f"{share:.0%} of the rows"
+    )
     product = 2.0 * count * vocab * hidden
     flops = lambda name: product if "no gradient" in name else 3 * product  # noqa: E731
-    return Case(title, [h, w], providers, flops, check, 3e-2 if device == "cuda" else 1e-3, "bare products", "naive, all rows")
+    return Case(
+        title,
+        [h, w],
+        providers,
+        flops,
+        check,
+        3e-2 if device == "cuda" else 1e-3,
+        "bare products",
+        "naive, all rows",
+    )
 
 
 def _other_cross_entropies(device, h, w, ignored, rows, chunk) -> dict:
     found = {}
     if hasattr(F, "linear_cross_entropy"):
-        settings = {f"chunk {chunk}": {"batch_chunk_size": chunk, "chunking_method": None}} | ({"default": {}} if device == "cuda" else {})
-        for name, how in settings.items():  # on a CPU the default goes by two rows at a time: more than 200 s
+        settings = {f"chunk {chunk}": {"batch_chunk_size": chunk, "chunking_method": None}} | (
+            {"default": {}} if device == "cuda" else {}
+        )
+        # on a CPU the default goes by two rows at a time: more than 200 s
+        for name, how in settings.items():
             options = torch.nn.LinearCrossEntropyOptions(**how)
-            found[f"F.linear_cross_entropy {name}, selected"] = lambda options=options: F.linear_cross_entropy(h[rows], w, ignored[rows], options=options)
+            found[f"F.linear_cross_entropy {name}, selected"] = lambda options=options: (
+                F.linear_cross_entropy(h[rows], w, ignored[rows], options=options)
+            )
     else:
         found["F.linear_cross_entropy"] = "absent"
     for name, package in (("Liger", "liger_kernel"), ("CCE", "cut_cross_entropy")):
@@ -132,68 +183,137 @@ def _other_cross_entropies(device, h, w, ignored, rows, chunk) -> dict:
         from cut_cross_entropy import linear_cross_entropy
 
         for impl in ("cce", "cce_exact"):
-            found[f"CCE {impl}, all rows"] = functools.partial(linear_cross_entropy, h, w, ignored, impl=impl)
-            found[f"CCE {impl}, selected"] = lambda impl=impl: linear_cross_entropy(h[rows], w, ignored[rows], impl=impl)
+            found[f"CCE {impl}, all rows"] = functools.partial(
+                linear_cross_entropy, h, w, ignored, impl=impl
+            )
+            found[f"CCE {impl}, selected"] = lambda impl=impl: linear_cross_entropy(
+                h[rows], w, ignored[rows], impl=impl
+            )
     return found
 
 
 # ---- attention
 
 
-def gt_score_case(device: str, *, trunk: int, cuts: int, length: int, heads: int, kv_heads: int, head_dim: int) -> Case:
-    """Attention of one trajectory with evenly spaced cuts. Every provider returns the branches' rows; "trunk only" is the cost of no branch at all."""
+def gt_score_case(
+    device: str, *, trunk: int, cuts: int, length: int, heads: int, kv_heads: int, head_dim: int
+) -> Case:
+    """Attention of one trajectory with evenly spaced cuts. Every provider returns the branches'
+    rows; "trunk only" is the cost of no branch at all.
+    """
     ends = [trunk * (i + 1) // cuts for i in range(cuts)]
-    spans = [(0, trunk, 0, 0), *((trunk + i * length, trunk + (i + 1) * length, 0, cut) for i, cut in enumerate(ends))]
+    spans = [
+        (0, trunk, 0, 0),
+        *((trunk + i * length, trunk + (i + 1) * length, 0, cut) for i, cut in enumerate(ends)),
+    ]
     q, k, v = _qkv(device, spans[-1][1], heads, kv_heads, head_dim)
 
     def separate():
-        return torch.cat([_sdpa(*(torch.cat([x[:cut], x[start:end]]) for x in (q, k, v)), is_causal=True)[cut:] for start, end, _, cut in spans[1:]])
+        return torch.cat(
+            [
+                _sdpa(*(torch.cat([x[:cut], x[start:end]]) for x in (q, k, v)), is_causal=True)[
+                    cut:
+                ]
+                for start, end, _, cut in spans[1:]
+            ]
+        )
 
     def span_by_span():
         parts = [_sdpa(q[:trunk], k[:trunk], v[:trunk], is_causal=True)]
         for start, end, _, cut in spans[1:]:
             mask = torch.ones(length, cut + length, dtype=torch.bool, device=device).tril(cut)
-            parts.append(_sdpa(q[start:end], *(torch.cat([x[:cut], x[start:end]]) for x in (k, v)), attn_mask=mask))
+            parts.append(
+                _sdpa(
+                    q[start:end],
+                    *(torch.cat([x[:cut], x[start:end]]) for x in (k, v)),
+                    attn_mask=mask,
+                )
+            )
         return torch.cat(parts[1:])
 
     providers = {
-        "branch kernel": ON_CUDA_ONLY, "SDPA, span by span": span_by_span, "T separate forwards": separate, "FlexAttention": _flex(q, k, v, spans, trunk),
-        "varlen, two calls + merge": ON_CUDA_ONLY, "trunk only, branch kernel": ON_CUDA_ONLY,
+        "branch kernel": ON_CUDA_ONLY,
+        "SDPA, span by span": span_by_span,
+        "T separate forwards": separate,
+        "FlexAttention": _flex(q, k, v, spans, trunk),
+        "varlen, two calls + merge": ON_CUDA_ONLY,
+        "trunk only, branch kernel": ON_CUDA_ONLY,
         "trunk only, SDPA": lambda: _sdpa(q[:trunk], k[:trunk], v[:trunk], is_causal=True),
-    }  # fmt: skip
+    }
     if device == "cuda":
-        plan, trunk_plan = (plan_rows(part, heads // kv_heads, q.device) for part in (spans, spans[:1]))
+        plan, trunk_plan = (
+            plan_rows(part, heads // kv_heads, q.device) for part in (spans, spans[:1])
+        )
         providers["branch kernel"] = lambda: branch_attention(q, k, v, plan)[0][trunk:]
         providers["varlen, two calls + merge"] = lambda: _varlen_merge(q, k, v, trunk, ends, length)
-        providers["trunk only, branch kernel"] = lambda: branch_attention(q[:trunk], k[:trunk], v[:trunk], trunk_plan)[0]
+        providers["trunk only, branch kernel"] = lambda: branch_attention(
+            q[:trunk], k[:trunk], v[:trunk], trunk_plan
+        )[0]
 
     @functools.cache
     def exact():
         return torch.cat([_one_row(q, k, v, span, span[1] - 1) for span in spans[1:]])
 
     def check(name, out, _):
-        return {} if name.startswith("trunk only") else {"out": (out[length - 1 :: length].double() - exact()).abs().max().item()}
+        return (
+            {}
+            if name.startswith("trunk only")
+            else {"out": (out[length - 1 :: length].double() - exact()).abs().max().item()}
+        )
 
-    pairs = {True: trunk**2 / 2, False: trunk**2 / 2 + sum(cut * length + length**2 / 2 for cut in ends)}
+    pairs = {
+        True: trunk**2 / 2,
+        False: trunk**2 / 2 + sum(cut * length + length**2 / 2 for cut in ends),
+    }
     flops = lambda name: 4 * pairs[name.startswith("trunk only")] * heads * head_dim  # noqa: E731
-    title = f"gt_score trunk {trunk:,} T {cuts} L {length} heads {heads}/{kv_heads} x {head_dim} {str(q.dtype)[6:]}"
-    return Case(title, [], providers, flops, check, 3e-2 if device == "cuda" else 1e-5, "trunk only, SDPA", "T separate forwards")
+    title = (
+        f"gt_score trunk {trunk:,} T {cuts} L {length} heads {heads}/{kv_heads} x {head_dim} "
+        f"{str(q.dtype)[6:]}"
+    )
+    return Case(
+        title,
+        [],
+        providers,
+        flops,
+        check,
+        3e-2 if device == "cuda" else 1e-5,
+        "trunk only, SDPA",
+        "T separate forwards",
+    )
 
 
-def attention_case(device: str, *, lengths: list[int], heads: int, kv_heads: int, head_dim: int) -> Case:
-    """Training attention: packed causal documents, forward and backward; the branch kernel, without gradient, beside them."""
+def attention_case(
+    device: str, *, lengths: list[int], heads: int, kv_heads: int, head_dim: int
+) -> Case:
+    """Training attention: packed causal documents, forward and backward; the branch kernel, without
+    gradient, beside them.
+    """
     q, k, v = (x.requires_grad_() for x in _qkv(device, sum(lengths), heads, kv_heads, head_dim))
     starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
     spans = [(start, end, start, start) for start, end in zip(starts, starts[1:], strict=False)]
 
     def per_document():
-        return torch.cat([_sdpa(*(x[start:end] for x in (q, k, v)), is_causal=True) for start, end, _, _ in spans])
+        return torch.cat(
+            [
+                _sdpa(*(x[start:end] for x in (q, k, v)), is_causal=True)
+                for start, end, _, _ in spans
+            ]
+        )
 
-    providers = {"SDPA, document by document": per_document, "varlen": ON_CUDA_ONLY, "branch kernel, no gradient": ON_CUDA_ONLY}
+    providers = {
+        "SDPA, document by document": per_document,
+        "varlen": ON_CUDA_ONLY,
+        "branch kernel, no gradient": ON_CUDA_ONLY,
+    }
     if device == "cuda":
-        plan, at = plan_rows(spans, heads // kv_heads, q.device), torch.tensor(starts, dtype=torch.int32, device=device)
-        providers["varlen"] = lambda: _varlen(q, k, v, at, at, max(lengths), max(lengths), window_size=(-1, 0))
-        providers["branch kernel, no gradient"] = torch.no_grad()(lambda: branch_attention(q, k, v, plan)[0])
+        plan = plan_rows(spans, heads // kv_heads, q.device)
+        at = torch.tensor(starts, dtype=torch.int32, device=device)
+        providers["varlen"] = lambda: _varlen(
+            q, k, v, at, at, max(lengths), max(lengths), window_size=(-1, 0)
+        )
+        providers["branch kernel, no gradient"] = torch.no_grad()(
+            lambda: branch_attention(q, k, v, plan)[0]
+        )
 
     def check(_name, out, _grads):
         want = torch.cat([_one_row(q, k, v, span, span[1] - 1) for span in spans])
@@ -201,25 +321,41 @@ def attention_case(device: str, *, lengths: list[int], heads: int, kv_heads: int
 
     forward = 4 * sum(n * n / 2 for n in lengths) * heads * head_dim
     flops = lambda name: forward if "no gradient" in name else 3.5 * forward  # noqa: E731
-    title = f"attention documents {lengths} heads {heads}/{kv_heads} x {head_dim} {str(q.dtype)[6:]}"
+    title = (
+        f"attention documents {lengths} heads {heads}/{kv_heads} x {head_dim} {str(q.dtype)[6:]}"
+    )
     same = "SDPA, document by document"
-    return Case(title, [q, k, v], providers, flops, check, 3e-2 if device == "cuda" else 1e-5, same, same)
+    return Case(
+        title, [q, k, v], providers, flops, check, 3e-2 if device == "cuda" else 1e-5, same, same
+    )
 
 
 def _qkv(device, tokens, heads, kv_heads, head_dim):
-    dtype, generator = torch.bfloat16 if device == "cuda" else torch.float32, torch.Generator(device).manual_seed(0)
-    return [torch.randn(tokens, n, head_dim, generator=generator, device=device).to(dtype) for n in (heads, kv_heads, kv_heads)]
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    generator = torch.Generator(device).manual_seed(0)
+    return [
+        torch.randn(tokens, n, head_dim, generator=generator, device=device).to(dtype)
+        for n in (heads, kv_heads, kv_heads)
+    ]
 
 
 def _sdpa(q_NHE, k_MKE, v_MKE, **how):
-    return F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in (q_NHE, k_MKE, v_MKE)), enable_gqa=True, **how)[0].transpose(0, 1)
+    return F.scaled_dot_product_attention(
+        *(x.transpose(0, 1)[None] for x in (q_NHE, k_MKE, v_MKE)), enable_gqa=True, **how
+    )[0].transpose(0, 1)
 
 
 def _one_row(q, k, v, span, row):
     """The output of one row in fp64."""
     keys = [*range(span[2], span[3]), *range(span[0], row + 1)]
     alone = [(0, len(keys), 0, 0)]
-    return branch_attention_ref(q[row : row + 1].detach().double(), k[keys].detach().double(), v[keys].detach().double(), alone, len(keys) - 1)[0]
+    return branch_attention_ref(
+        q[row : row + 1].detach().double(),
+        k[keys].detach().double(),
+        v[keys].detach().double(),
+        alone,
+        len(keys) - 1,
+    )[0]
 
 
 def _flex(q, k, v, spans, trunk):
@@ -228,28 +364,40 @@ def _flex(q, k, v, spans, trunk):
     doc, pre, own = (torch.tensor(values, device=q.device) for values in visibility(spans))
     seen = lambda b, h, i, j: ((j >= doc[i]) & (j < pre[i])) | ((j >= own[i]) & (j <= i))  # noqa: E731
     mask = create_block_mask(seen, None, None, len(q), len(q), device=q.device)
-    attention, batched = torch.compile(flex_attention) if q.is_cuda else flex_attention, [x.transpose(0, 1)[None] for x in (q, k, v)]
+    attention = torch.compile(flex_attention) if q.is_cuda else flex_attention
+    batched = [x.transpose(0, 1)[None] for x in (q, k, v)]
     return lambda: attention(*batched, block_mask=mask, enable_gqa=True)[0].transpose(0, 1)[trunk:]
 
 
 def _varlen(*args, **how):
     from torch.nn.attention.varlen import varlen_attn
 
-    grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    grouped = (
+        {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    )
     return varlen_attn(*args, **how, **grouped)
 
 
 def _varlen_merge(q, k, v, trunk, ends, length):
-    """Flash attention of the trunk; of every branch to its prefix (copied: varlen cannot share keys) and to itself; merged by their log-sum-exp."""
+    """Flash attention of the trunk; of every branch to its prefix (copied: varlen cannot share
+    keys) and to itself; merged by their log-sum-exp.
+    """
     from torch.nn.attention.varlen import AuxRequest
 
-    starts = lambda sizes: torch.tensor([0, *torch.tensor(sizes).cumsum(0).tolist()], dtype=torch.int32, device=q.device)  # noqa: E731
+    def starts(sizes):
+        ends = torch.tensor(sizes).cumsum(0).tolist()
+        return torch.tensor([0, *ends], dtype=torch.int32, device=q.device)
+
     whole, own, aux = starts([trunk]), starts([length] * len(ends)), AuxRequest(lse=True)
     _varlen(q[:trunk], k[:trunk], v[:trunk], whole, whole, trunk, trunk, window_size=(-1, 0))
-    branch, prefixes = [x[trunk:] for x in (q, k, v)], [torch.cat([x[:end] for end in ends]) for x in (k, v)]
-    out_1, lse_1 = _varlen(branch[0], *prefixes, own, starts(ends), length, max(ends), return_aux=aux)
+    branch = [x[trunk:] for x in (q, k, v)]
+    prefixes = [torch.cat([x[:end] for end in ends]) for x in (k, v)]
+    out_1, lse_1 = _varlen(
+        branch[0], *prefixes, own, starts(ends), length, max(ends), return_aux=aux
+    )
     out_2, lse_2 = _varlen(*branch, own, own, length, length, window_size=(-1, 0), return_aux=aux)
-    lse_1, lse_2 = (lse if lse.shape[0] == len(branch[0]) else lse.T for lse in (lse_1, lse_2))  # [N, H], and [H, N] in older versions
+    # [N, H], and [H, N] in older versions
+    lse_1, lse_2 = (lse if lse.shape[0] == len(branch[0]) else lse.T for lse in (lse_1, lse_2))
     share = torch.sigmoid(lse_1 - lse_2)[..., None].to(q.dtype)
     return share * out_1 + (1 - share) * out_2
 
@@ -258,19 +406,34 @@ def _varlen_merge(q, k, v, trunk, ends, length):
 
 
 def cases(op: str, device: str) -> dict[str, Callable[[], Case]]:
-    """The tables of an operation by name: the shapes of the 4B model and of the tiny one. On a CPU the large head has 256 columns, not 2,560."""
+    """The tables of an operation by name: the shapes of the 4B model and of the tiny one. On a CPU
+    the large head has 256 columns, not 2,560.
+    """
     is_cuda, made = device == "cuda", {}
-    heads, tiny_heads = dict(heads=32, kv_heads=8, head_dim=128), dict(heads=4, kv_heads=2, head_dim=32)
+    heads = dict(heads=32, kv_heads=8, head_dim=128)
+    tiny_heads = dict(heads=4, kv_heads=2, head_dim=32)
     large = [(8192, 2560, 151_936), (32768, 2560, 151_936)] if is_cuda else [(2048, 256, 151_936)]
-    for (num_tokens, hidden, vocab), share in itertools.product([*large, (8192, 128, 656)], (0.24, 1.0)):
+    for (num_tokens, hidden, vocab), share in itertools.product(
+        [*large, (8192, 128, 656)], (0.24, 1.0)
+    ):
         shape = dict(num_tokens=num_tokens, hidden=hidden, vocab=vocab, share=share)
-        made[f"cross_entropy-{num_tokens}-{vocab}-{share:.0%}"] = functools.partial(cross_entropy_case, device, **shape)
+        made[f"cross_entropy-{num_tokens}-{vocab}-{share:.0%}"] = functools.partial(
+            cross_entropy_case, device, **shape
+        )
     for trunk, cuts in [(8192, 10), (32768, 40)] if is_cuda else []:
-        made[f"gt_score-{trunk}-{cuts}"] = functools.partial(gt_score_case, device, trunk=trunk, cuts=cuts, length=32, **heads)
-    made["gt_score-tiny"] = functools.partial(gt_score_case, device, trunk=2048, cuts=12, length=24, **tiny_heads)
+        made[f"gt_score-{trunk}-{cuts}"] = functools.partial(
+            gt_score_case, device, trunk=trunk, cuts=cuts, length=32, **heads
+        )
+    made["gt_score-tiny"] = functools.partial(
+        gt_score_case, device, trunk=2048, cuts=12, length=24, **tiny_heads
+    )
     if is_cuda:
-        made["attention-32768"] = functools.partial(attention_case, device, lengths=[16384, 12288, 4096], **heads)
-    made["attention-tiny"] = functools.partial(attention_case, device, lengths=[1024, 700, 324], **tiny_heads)
+        made["attention-32768"] = functools.partial(
+            attention_case, device, lengths=[16384, 12288, 4096], **heads
+        )
+    made["attention-tiny"] = functools.partial(
+        attention_case, device, lengths=[1024, 700, 324], **tiny_heads
+    )
     return {name: make for name, make in made.items() if op in ("all", name.partition("-")[0])}
 
 
@@ -282,27 +445,46 @@ def run_once(case: Case, name: str, device: str) -> tuple[Tensor, tuple, float, 
     result = case.providers[name]()
     synchronize()
     between = time.perf_counter()
-    grads = torch.autograd.grad(result, case.inputs, torch.ones_like(result)) if result.requires_grad else ()
+    grads = (
+        torch.autograd.grad(result, case.inputs, torch.ones_like(result))
+        if result.requires_grad
+        else ()
+    )
     synchronize()
     return result.detach(), grads, between - started, time.perf_counter() - between
 
 
 def extra_bytes(key: str, case: Case, name: str, device: str) -> int | None:
-    """Peak memory of one forward and backward above the inputs. None where the system does not tell."""
+    """Peak memory of one forward and backward above the inputs. None where the
+    system does not tell.
+    """
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         run_once(case, name, device)
         return torch.cuda.max_memory_allocated() - before
-    command = [sys.executable, "-m", "kernels.bench", "all", "--device", device, "--child", key, name]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1]).stdout.split()[-1]
+    command = [
+        sys.executable,
+        "-m",
+        "kernels.bench",
+        "all",
+        "--device",
+        device,
+        "--child",
+        key,
+        name,
+    ]
+    printed = subprocess.run(
+        command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1]
+    ).stdout.split()[-1]
     return None if printed == "None" else int(printed)
 
 
 def child(key: str, name: str, device: str) -> None:
     """In a process of its own: print how far the resident memory rises over that of the inputs."""
     case, status = cases("all", device)[key](), Path("/proc/self/status")
-    torch.randn(64, 64) @ torch.randn(64, 64)  # the library's own buffers are no part of any provider
+    # the library's own buffers are no part of any provider
+    torch.randn(64, 64) @ torch.randn(64, 64)
     resident = lambda word: 1024 * int(status.read_text().split(word)[1].split()[0])  # noqa: E731
     before = resident("VmRSS:") if status.exists() else None
     run_once(case, name, device)
@@ -313,24 +495,49 @@ def measure(key: str, case: Case, device: str, repeats: int) -> list[dict]:
     """Check every provider, then time those that are right, round by round."""
     rows, seconds = [], {}
     for name, provider in case.providers.items():
-        rows.append({"case": case.title, "provider": name, "status": provider if isinstance(provider, str) else "ok"})
+        rows.append(
+            {
+                "case": case.title,
+                "provider": name,
+                "status": provider if isinstance(provider, str) else "ok",
+            }
+        )
         if callable(provider):
             result, grads, *_ = run_once(case, name, device)
             errors = case.check(name, result, grads)
-            rows[-1] |= {"status": "ok" if all(e <= case.tolerance for e in errors.values()) else "WRONG", "errors": errors}
+            rows[-1] |= {
+                "status": "ok" if all(e <= case.tolerance for e in errors.values()) else "WRONG",
+                "errors": errors,
+            }
     runnable = [row for row in rows if row["status"] == "ok"]
     for _ in range(repeats):
         for row in runnable:
-            seconds.setdefault(row["provider"], []).append(run_once(case, row["provider"], device)[2:])
+            seconds.setdefault(row["provider"], []).append(
+                run_once(case, row["provider"], device)[2:]
+            )
     for row in runnable:
         taken = torch.tensor(seconds[row["provider"]], dtype=torch.float64) * 1e3
         row["forward_ms"], row["backward_ms"] = taken.median(0).values.tolist()
-        row["p20_ms"], row["total_ms"], row["p80_ms"] = taken.sum(1).quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)).tolist()
-        row |= {"tflops": case.flops(row["provider"]) / row["total_ms"] / 1e9, "extra_bytes": extra_bytes(key, case, row["provider"], device)}
-    bound, baseline = ({row["provider"]: row for row in runnable}.get(name, {}) for name in (case.bound, case.baseline))
+        row["p20_ms"], row["total_ms"], row["p80_ms"] = (
+            taken.sum(1).quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)).tolist()
+        )
+        row |= {
+            "tflops": case.flops(row["provider"]) / row["total_ms"] / 1e9,
+            "extra_bytes": extra_bytes(key, case, row["provider"], device),
+        }
+    bound, baseline = (
+        {row["provider"]: row for row in runnable}.get(name, {})
+        for name in (case.bound, case.baseline)
+    )
     for row in runnable:
-        row["time_to_bound"], row["time_to_baseline"] = (row["total_ms"] / other["total_ms"] if other else None for other in (bound, baseline))
-        row["memory_to_baseline"] = row["extra_bytes"] / baseline["extra_bytes"] if row["extra_bytes"] and baseline.get("extra_bytes") else None
+        row["time_to_bound"], row["time_to_baseline"] = (
+            row["total_ms"] / other["total_ms"] if other else None for other in (bound, baseline)
+        )
+        row["memory_to_baseline"] = (
+            row["extra_bytes"] / baseline["extra_bytes"]
+            if row["extra_bytes"] and baseline.get("extra_bytes")
+            else None
+        )
     return rows
 
 
@@ -338,26 +545,59 @@ def print_table(case: Case, rows: list[dict]) -> None:
     """The rows of one table as Markdown."""
     print(f"\n{case.title}")
     print(f"time / bound: {case.bound}; time and memory / baseline: {case.baseline}")
-    print(f"| provider | forward ms | backward ms | both ms [p20, p80] | TFLOP/s | % of {PEAK_TFLOPS} | time / bound | time / baseline | extra MiB "
-          "| memory / baseline | errors |\n" + "|---" * 11 + "|")  # fmt: skip
+    print(
+        "| provider | forward ms | backward ms | both ms [p20, p80] | TFLOP/s | % of "
+        f"{PEAK_TFLOPS} | time / bound | time / baseline | extra MiB "
+        "| memory / baseline | errors |\n" + "|---" * 11 + "|"
+    )
     for row in rows:
         if row["status"] != "ok":
-            print(f"| {row['provider']} | {row['status']} |" + " |" * 8 + f" {row.get('errors', '')} |")
+            print(
+                f"| {row['provider']} | {row['status']} |"
+                + " |" * 8
+                + f" {row.get('errors', '')} |"
+            )
             continue
-        ratios = ["?" if row[key] is None else f"{row[key]:.3g}" for key in ("time_to_bound", "time_to_baseline", "memory_to_baseline")]
+        ratios = [
+            "?" if row[key] is None else f"{row[key]:.3g}"
+            for key in ("time_to_bound", "time_to_baseline", "memory_to_baseline")
+        ]
         memory = "?" if row["extra_bytes"] is None else f"{row['extra_bytes'] / 2**20:,.0f}"
         errors = " ".join(f"{what} {error:.0e}" for what, error in row["errors"].items())
-        times = f"{row['forward_ms']:.4g} | {row['backward_ms']:.4g} | {row['total_ms']:.4g} [{row['p20_ms']:.4g}, {row['p80_ms']:.4g}]"
+        times = (
+            f"{row['forward_ms']:.4g} | {row['backward_ms']:.4g} | {row['total_ms']:.4g} "
+            f"[{row['p20_ms']:.4g}, {row['p80_ms']:.4g}]"
+        )
         speed = f"{row['tflops']:.3g} | {100 * row['tflops'] / PEAK_TFLOPS:.2g}"
-        print(f"| {row['provider']} | {times} | {speed} | {ratios[0]} | {ratios[1]} | {memory} | {ratios[2]} | {errors} |", flush=True)
+        print(
+            f"| {row['provider']} | {times} | {speed} | {ratios[0]} | {ratios[1]} | {memory} "
+            f"| {ratios[2]} | {errors} |",
+            flush=True,
+        )
 
 
 def environment(device: str) -> dict:
     """What a figure depends on."""
     cpuinfo = Path("/proc/cpuinfo")
-    models = [line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")] if cpuinfo.exists() else []
-    hardware = torch.cuda.get_device_name() if device == "cuda" else f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores"
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "triton": getattr(triton, "__version__", "absent")}
+    models = (
+        [
+            line.split(":")[1].strip()
+            for line in cpuinfo.read_text().splitlines()
+            if line.startswith("model name")
+        ]
+        if cpuinfo.exists()
+        else []
+    )
+    hardware = (
+        torch.cuda.get_device_name()
+        if device == "cuda"
+        else f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores"
+    )
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": getattr(triton, "__version__", "absent"),
+    }
     return {"hardware": hardware, "threads": torch.get_num_threads()} | versions
 
 
@@ -365,7 +605,9 @@ def main() -> None:
     """Measure the tables asked for, one after the other."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("op", choices=("cross_entropy", "gt_score", "attention", "all"))
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument("--json", type=Path, help="write the rows here, after every table")
     parser.add_argument("--repeats", type=int, help="rounds (default: 3 on a CPU, 20 on CUDA)")
     parser.add_argument("--cases", default="", help="only the tables whose name contains this")
@@ -379,10 +621,17 @@ def main() -> None:
     for key, make in cases(args.op, args.device).items():
         if args.cases in key:
             case = make()
-            rows += (table := measure(key, case, args.device, args.repeats or (3 if args.device == "cpu" else 20)))
+            rows += (
+                table := measure(
+                    key, case, args.device, args.repeats or (3 if args.device == "cpu" else 20)
+                )
+            )
             print_table(case, table)
             if args.json:
-                args.json.write_text(json.dumps({"environment": found, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+                args.json.write_text(
+                    json.dumps({"environment": found, "rows": rows}, indent=1) + "\n",
+                    encoding="utf-8",
+                )
 
 
 if __name__ == "__main__":

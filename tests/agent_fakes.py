@@ -1,4 +1,6 @@
-"""Stand-ins around the agent: a sampler that plays prepared turns, tools that count their calls, a tiny model. Also run by child processes."""
+"""Stand-ins around the agent: a sampler that plays prepared turns, tools that count their calls, a
+tiny model. Also run by child processes.
+"""
 
 import dataclasses
 import itertools
@@ -43,10 +45,12 @@ def answer(text="x", think="done"):
 
 
 class ScriptedSampler:
-    """The Sampler's interface over prepared turns: scripts[question id, sample] lists the ids of its turns.
+    """The Sampler's interface over prepared turns: scripts[question id, sample] lists
+    the ids of its turns.
 
-    A turn is found by its noise key, so a key other than (seed, question, sample, turn) is a KeyError. Log-probs are -1/64, -2/64, ... over
-    the script, exact floats. `contexts` keeps what each row held when it was closed, `feeds` the (slot, budget) of every feed.
+    A turn is found by its noise key, so a key other than (seed, question, sample, turn) is a
+    KeyError. Log-probs are -1/64, -2/64, ... over the script, exact floats. `contexts` keeps what
+    each row held when it was closed, `feeds` the (slot, budget) of every feed.
     """
 
     def __init__(self, scripts, tokenizer, *, num_slots=4, capacity=8000, seed=SEED):
@@ -93,7 +97,9 @@ class ScriptedSampler:
         for slot, (ids, first, budget) in self.rows.items():
             ids = ids[:budget]
             stopped = ids[-1] in self.stop_ids
-            assert stopped or len(ids) == budget, f"a turn of {len(ids)} ids neither stops nor fills its budget of {budget}"
+            assert stopped or len(ids) == budget, (
+                f"a turn of {len(ids)} ids neither stops nor fills its budget of {budget}"
+            )
             self.context[slot] += ids[:-1]  # the last one is run with the next feed
             log_probs = [-(first + k + 1) / 64 for k in range(len(ids))]
             finished.append(Generation(slot, list(ids), log_probs, [1.0] * len(ids), stopped))
@@ -102,7 +108,8 @@ class ScriptedSampler:
 
 
 class FakeTool:
-    """Returns results[first string of the call] (a ToolResult, or an exception to raise), else "found <string>"; records its calls.
+    """Returns results[first string of the call] (a ToolResult, or an exception to raise), else
+    "found <string>"; records its calls.
 
     A list of results is used up one by one.
     """
@@ -125,32 +132,74 @@ def fake_tools(**results):
     return {name: FakeTool(name, results.get(name)) for name in ("search", "visit")}
 
 
-def scripted_agent(tokenizer, scripts, *, tools=None, limits=LIMITS, num_slots=4, run="r", seed=SEED, manifest=None, **changes):
-    """An agent over scripts[question id, sample] = turns, each ids as sampled or the text that is sampled, <think> and newline left out."""
+def scripted_agent(
+    tokenizer,
+    scripts,
+    *,
+    tools=None,
+    limits=LIMITS,
+    num_slots=4,
+    run="r",
+    seed=SEED,
+    manifest=None,
+    **changes,
+):
+    """An agent over scripts[question id, sample] = turns, each ids as sampled or the text that is
+    sampled, <think> and newline left out.
+    """
     limits = dataclasses.replace(limits, **changes)
     end = [tokenizer.im_end_id]
     ids = {
-        key: [tokenizer.encode(turn.removeprefix("<think>\n")) + end if isinstance(turn, str) else turn for turn in turns]
+        key: [
+            tokenizer.encode(turn.removeprefix("<think>\n")) + end
+            if isinstance(turn, str)
+            else turn
+            for turn in turns
+        ]
         for key, turns in scripts.items()
     }
-    sampler = ScriptedSampler(ids, tokenizer, num_slots=num_slots, capacity=limits.max_context, seed=seed)
-    return Agent(sampler, tokenizer, tools or fake_tools(), limits, system="sys", run=run, seed=seed, manifest=manifest or {"made": "by hand"})
+    sampler = ScriptedSampler(
+        ids, tokenizer, num_slots=num_slots, capacity=limits.max_context, seed=seed
+    )
+    return Agent(
+        sampler,
+        tokenizer,
+        tools or fake_tools(),
+        limits,
+        system="sys",
+        run=run,
+        seed=seed,
+        manifest=manifest or {"made": "by hand"},
+    )
 
 
 def play(tokenizer, turns, **options):
     """The one trajectory of one scripted rollout."""
     agent = scripted_agent(tokenizer, {("q", 0): turns}, **options)
     [trajectory] = agent.run([Job(question(), 0)])
-    assert agent.sampler.contexts == [trajectory.token_ids[:-1]]  # what the model saw is what is recorded
+    # what the model saw is what is recorded
+    assert agent.sampler.contexts == [trajectory.token_ids[:-1]]
     return trajectory
 
 
 def tiny_model(vocab_size, seed=0):
-    """Two layers, grouped heads, sharper than at the start so that its distributions are neither flat nor certain."""
+    """Two layers, grouped heads, sharper than at the start so that its distributions are
+    neither flat nor certain.
+    """
     config = Qwen3Config(
-        vocab_size=vocab_size, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=16, rms_norm_eps=1e-6, rope_theta=10000.0, max_position_embeddings=8192, tie_word_embeddings=False, dtype="float32",
-    )  # fmt: skip
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        rms_norm_eps=1e-6,
+        rope_theta=10000.0,
+        max_position_embeddings=8192,
+        tie_word_embeddings=False,
+        dtype="float32",
+    )
     model = Qwen3(config)
     model.init_weights(seed)
     model.lm_head.weight.data *= 3
@@ -162,15 +211,30 @@ def model_agent(tokenizer, model, tools, *, num_slots=8, run="r", seed=SEED, tem
     limits = Limits(max_turns=3, max_turn_tokens=24, max_observation_tokens=64, max_context=1200)
     params = SamplingParams((tokenizer.im_end_id, tokenizer.endoftext_id), temperature)
     sampler = Sampler(model, params, num_slots=num_slots, capacity=limits.max_context)
-    return Agent(sampler, tokenizer, tools, limits, system="sys", run=run, seed=seed, manifest={"made": "by a model"})
+    return Agent(
+        sampler,
+        tokenizer,
+        tools,
+        limits,
+        system="sys",
+        run=run,
+        seed=seed,
+        manifest={"made": "by a model"},
+    )
 
 
-SCRIPTS = {(f"q{n}", sample): [search(f"a{n}{sample}"), visit(f"u{n}"), answer(f"{n}")] for n in range(3) for sample in range(2)}
+SCRIPTS = {
+    (f"q{n}", sample): [search(f"a{n}{sample}"), visit(f"u{n}"), answer(f"{n}")]
+    for n in range(3)
+    for sample in range(2)
+}
 JOBS = [Job(question(f"q{n}"), sample) for n in range(3) for sample in range(2)]
 
 
 def collect_and_die(directory, calls):
-    """Child process: collect JOBS into directory/t.jsonl and kill itself, without any warning, in the given tool call."""
+    """Child process: collect JOBS into directory/t.jsonl and kill itself, without any warning, in
+    the given tool call.
+    """
     from venus.collect import collect
 
     count = itertools.count(1)
@@ -180,5 +244,13 @@ def collect_and_die(directory, calls):
             os.kill(os.getpid(), signal.SIGKILL)
         return ToolResult(f"found {string}", "ok")
 
-    tools = fake_tools(search={f"a{n}{sample}": call for n in range(3) for sample in range(2)}, visit={f"u{n}": call for n in range(3)})
-    collect(scripted_agent(tiny_tokenizer(directory), SCRIPTS, tools=tools, num_slots=1), JOBS, Path(directory) / "t.jsonl", progress=None)
+    tools = fake_tools(
+        search={f"a{n}{sample}": call for n in range(3) for sample in range(2)},
+        visit={f"u{n}": call for n in range(3)},
+    )
+    collect(
+        scripted_agent(tiny_tokenizer(directory), SCRIPTS, tools=tools, num_slots=1),
+        JOBS,
+        Path(directory) / "t.jsonl",
+        progress=None,
+    )

@@ -9,8 +9,10 @@ QUESTION = "Who wrote it?"
 HIT = '[{"query": "a", "web_page_info_list": [{"title": "A", "url": "http://a", "snippet": "s"}]}]'
 PAGE = "The useful information in http://a for user goal g as follows: \n\nSummary: \nIt was Bo."
 NO_PAGE = (
-    "The useful information in http://a for user goal g as follows: \n\nEvidence in page: \nThe provided webpage content could not be accessed. "
-    "Please check the URL or file format.\n\nSummary: \nThe webpage content could not be processed, and therefore, no information is available."
+    "The useful information in http://a for user goal g as follows: \n\nEvidence in page: "
+    "\nThe provided webpage content could not be accessed. "
+    "Please check the URL or file format.\n\nSummary: \nThe webpage content could not be "
+    "processed, and therefore, no information is available."
 )
 TIMEOUT = "Tool execution timed out after 120 seconds."
 
@@ -32,19 +34,36 @@ def observed(body):
 
 
 def conversation(*contents, roles=("user", "assistant")):
-    """The messages of a raw row: question, then turns and observations by turns; a (role, content) pair has its own role."""
+    """The messages of a raw row: question, then turns and observations by turns; a (role, content)
+    pair has its own role.
+    """
     texts = [QUESTION, *contents]
-    pairs = [text if isinstance(text, tuple) else (roles[k % 2], text) for k, text in enumerate(texts)]
+    pairs = [
+        text if isinstance(text, tuple) else (roles[k % 2], text) for k, text in enumerate(texts)
+    ]
     return [{"role": role, "content": content} for role, content in pairs]
 
 
 def raw(*contents, answer="Bo", **more):
     """A raw row in the form of REDSearcher."""
-    return {"meta": {"question": QUESTION, "answer": answer}, "messages": conversation(*contents), **more}
+    return {
+        "meta": {"question": QUESTION, "answer": answer},
+        "messages": conversation(*contents),
+        **more,
+    }
 
 
 def config(**settings):
-    return CleanConfig(**{"input": ("in",), "output": "out", "judge": "none", "validation": 0.0, "system_prompt": "short", **settings})
+    return CleanConfig(
+        **{
+            "input": ("in",),
+            "output": "out",
+            "judge": "none",
+            "validation": 0.0,
+            "system_prompt": "short",
+            **settings,
+        }
+    )
 
 
 def cleaned(row, **settings):
@@ -64,4 +83,8 @@ def losses(account):
 
 
 SEARCH, FOUND = call(), observed(HIT)
-PYTHON = assistant_text("t", '<tool_call>\n{"name": "PythonInterpreter", "arguments": {}}\n<code>\nprint(1)\n</code>\n</tool_call>')
+PYTHON = assistant_text(
+    "t",
+    '<tool_call>\n{"name": "PythonInterpreter", "arguments": '
+    "{}}\n<code>\nprint(1)\n</code>\n</tool_call>",
+)

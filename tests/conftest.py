@@ -1,4 +1,6 @@
-"""Settings of every test: one thread, no network beyond this machine, the same hypothesis examples each time, gpu tests only with a GPU."""
+"""Settings of every test: one thread, no network beyond this machine, the same hypothesis examples
+each time, gpu tests only with a GPU.
+"""
 
 import ipaddress
 import os
@@ -13,10 +15,11 @@ hypothesis.settings.load_profile("venus")
 
 
 def pytest_configure(config):
-    # Tiny tensors gain nothing from threads, and the scripts that tests start would fight for the cores.
-    # Before torch is imported: OpenMP reads it once. Started processes inherit it.
+    # Tiny tensors gain nothing from threads, and the scripts that tests start would fight for the
+    # cores. Before torch is imported: OpenMP reads it once. Started processes inherit it.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # A shell starts background jobs with Ctrl-C ignored, and so would be the scripts that tests start and interrupt.
+    # A shell starts background jobs with Ctrl-C ignored, and so would be the scripts that tests
+    # start and interrupt.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -34,7 +37,9 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def hermetic(monkeypatch):
-    """Refuse connections that leave this machine: a test that needs the network is wrong, and fails here rather than time out."""
+    """Refuse connections that leave this machine: a test that needs the network is wrong, and fails
+    here rather than time out.
+    """
     connect = socket.socket.connect
 
     def guarded(self, address):

@@ -1,6 +1,8 @@
-"""Services on 127.0.0.1 that answer as a test tells them to and remember what they were asked: Serper, Jina Reader, an OpenAI-compatible endpoint.
+"""Services on 127.0.0.1 that answer as a test tells them to and remember what they were asked:
+Serper, Jina Reader, an OpenAI-compatible endpoint.
 
-Not spoken: server-sent events and the local retrieval routes of other agents, which no client of ours uses.
+Not spoken: server-sent events and the local retrieval routes of other agents, which no
+client of ours uses.
 """
 
 import json
@@ -15,7 +17,15 @@ MAX_REQUESTS = 500  # a client that retries for ever ends here
 
 def completion(text, finish_reason="stop", **message):
     """The body of a chat completion."""
-    return {"choices": [{"index": 0, "message": {"role": "assistant", "content": text, **message}, "finish_reason": finish_reason}]}
+    return {
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": text, **message},
+                "finish_reason": finish_reason,
+            }
+        ]
+    }
 
 
 def summary(evidence, text, rational="It says so."):
@@ -35,16 +45,29 @@ def organic(*hits):
 
 def jina(content, title="T", **data):
     """The body of a Jina answer."""
-    return {"code": 200, "status": 20000, "data": {"title": title, "content": content, "url": "u", "usage": {"tokens": 9}, **data}}
+    return {
+        "code": 200,
+        "status": 20000,
+        "data": {"title": title, "content": content, "url": "u", "usage": {"tokens": 9}, **data},
+    }
 
 
 def jina_error(code, name, message):
     """The body of Jina's errors."""
-    return {"data": None, "code": code, "name": name, "status": code * 100, "message": message, "readableMessage": f"{name}: {message}"}
+    return {
+        "data": None,
+        "code": code,
+        "name": name,
+        "status": code * 100,
+        "message": message,
+        "readableMessage": f"{name}: {message}",
+    }
 
 
 def flaky(reply, *, share, seed):
-    """A reply that fails with HTTP 500 on a seeded share of the calls, whichever they are; `failed` counts them."""
+    """A reply that fails with HTTP 500 on a seeded share of the calls, whichever they are;
+    `failed` counts them.
+    """
     generator, lock = random.Random(seed), threading.Lock()
 
     def answer(body, number):
@@ -62,25 +85,41 @@ def strict(reply, *fields):
 
     def answer(body, number):
         unknown = sorted(set(body) - set(fields))
-        error = {"error": {"message": f"Unrecognized request argument supplied: {', '.join(unknown)}", "type": "invalid_request_error"}}
+        error = {
+            "error": {
+                "message": f"Unrecognized request argument supplied: {', '.join(unknown)}",
+                "type": "invalid_request_error",
+            }
+        }
         return (400, error, {}) if unknown else reply(body, number)
 
     return answer
 
 
 class Stub:
-    """reply(request body, number of the request) -> (status, body: dict, str or bytes, headers), or a number of seconds to trickle bytes for, or a
-    function of the handler. routes {"POST /v1/search": reply, ..} go before it; `most` is how many requests were under way at once."""
+    """reply(request body, number of the request) -> (status, body: dict, str or bytes, headers), or
+    a number of seconds to trickle bytes for, or a function of the handler. routes {"POST
+    /v1/search": reply, ..} go before it; `most` is how many requests were under way at once.
+    """
 
     def __init__(self, reply, routes):
         self.reply, self.routes, self.requests, self.lock = reply, routes, [], threading.Lock()
         self.url, self.now, self.most = "", 0, 0
 
     def handle(self, handler):
-        body = json.loads(handler.rfile.read(int(handler.headers.get("Content-Length", 0))) or "null")
+        body = json.loads(
+            handler.rfile.read(int(handler.headers.get("Content-Length", 0))) or "null"
+        )
         with self.lock:
             number = len(self.requests)
-            self.requests.append({"method": handler.command, "path": handler.path, "body": body, "headers": dict(handler.headers)})
+            self.requests.append(
+                {
+                    "method": handler.command,
+                    "path": handler.path,
+                    "body": body,
+                    "headers": dict(handler.headers),
+                }
+            )
             self.now += 1
             self.most = max(self.most, self.now)
         reply = self.routes.get(f"{handler.command} {handler.path}", self.reply)
@@ -109,7 +148,11 @@ def nowhere(body, number):
 
 def send(handler, status, content, headers):
     """Send a whole answer; headers may contradict it."""
-    content = content if isinstance(content, bytes) else (content if isinstance(content, str) else json.dumps(content)).encode()
+    content = (
+        content
+        if isinstance(content, bytes)
+        else (content if isinstance(content, str) else json.dumps(content)).encode()
+    )
     handler.send_response(status)
     for name, value in {"Content-Length": str(len(content)), **headers}.items():
         handler.send_header(name, value)
@@ -160,7 +203,9 @@ def serve(reply=nowhere, routes=()):
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+    )
     thread.start()
     stub.url = f"http://127.0.0.1:{server.server_address[1]}/v1"
     try:

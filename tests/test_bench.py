@@ -1,4 +1,6 @@
-"""The benchmarks' claims that are no times: what is compared agrees, what disagrees is noticed, and the lengths are those of the released row."""
+"""The benchmarks' claims that are no times: what is compared agrees, what disagrees is noticed, and
+the lengths are those of the released row.
+"""
 
 import re
 import subprocess
@@ -14,7 +16,8 @@ from venus.jsonl import write_jsonl
 from venus.protocol import assistant_text, format_answer, format_tool_call
 from venus.tokenizer import ChatTokenizer
 
-SHORT = 20, ((5, 7), (3, 4), (6, 8), (9, 0)), 3, 2  # cuts after 20, 32, 39 and 53 tokens; a branch is the prefix and all but the last answer token
+# cuts after 20, 32, 39 and 53 tokens; a branch is the prefix and all but the last answer token
+SHORT = 20, ((5, 7), (3, 4), (6, 8), (9, 0)), 3, 2
 TINY_DECODE = DecodeConfig(context=40, batch=3, new_tokens=6, repeats=1)
 
 
@@ -26,12 +29,21 @@ def short(monkeypatch):
 @pytest.fixture
 def no_transformers(monkeypatch):
     find_spec = bench.importlib.util.find_spec
-    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None if name == "transformers" else find_spec(name))
+    monkeypatch.setattr(
+        bench.importlib.util,
+        "find_spec",
+        lambda name: None if name == "transformers" else find_spec(name),
+    )
 
 
 def figures(text):
     """{side: (tokens processed, max |difference|)} of the printed table of `ig`."""
-    rows = re.findall(r"^(packed|cache reuse|uncached) .* packed +([\d,]+) tokens +max \|difference\| from uncached (\S+) nats$", text, re.M)
+    rows = re.findall(
+        r"^(packed|cache reuse|uncached) .* packed +([\d,]+) tokens +max \|difference\| from "
+        r"uncached (\S+) nats$",
+        text,
+        re.M,
+    )
     return {side: (int(tokens.replace(",", "")), float(error)) for side, tokens, error in rows}
 
 
@@ -45,47 +57,90 @@ def test_the_embedded_lengths_add_up_to_the_released_row():
 
 @needs_data
 def test_the_embedded_lengths_are_counted_from_the_released_row():
-    assert bench.lengths_of(str(DATA / "trajectories" / "sft" / "0004.json"), str(DATA / "qwen3")) == bench.RELEASED
+    assert (
+        bench.lengths_of(str(DATA / "trajectories" / "sft" / "0004.json"), str(DATA / "qwen3"))
+        == bench.RELEASED
+    )
 
 
 def test_packed_and_cached_values_agree_with_uncached_ones(short, capsys):
     bench.ig(IgConfig())
     errors = {side: error for side, (_, error) in figures(capsys.readouterr().out).items()}
-    assert errors.keys() == {"packed", "cache reuse", "uncached"} and max(errors.values()) <= 1e-6  # fp32 rounding, a tenth of what is allowed
+    # fp32 rounding, a tenth of what is allowed
+    assert errors.keys() == {"packed", "cache reuse", "uncached"} and max(errors.values()) <= 1e-6
 
 
 def test_the_tokens_of_each_side_are_counted(short, capsys):
-    """Packed: trunk and four branches of 4. Cache reuse: the trunk's last token of a cut runs again with the branch. Uncached: every prefix."""
+    """Packed: trunk and four branches of 4. Cache reuse: the trunk's last token of a cut runs again
+    with the branch. Uncached: every prefix.
+    """
     bench.ig(IgConfig())
     tokens = {side: count for side, (count, _) in figures(capsys.readouterr().out).items()}
-    assert tokens == {"packed": 53 + 4 * 4, "cache reuse": 52 + 4 * 5, "uncached": 20 + 32 + 39 + 53 + 4 * 4}
+    assert tokens == {
+        "packed": 53 + 4 * 4,
+        "cache reuse": 52 + 4 * 5,
+        "uncached": 20 + 32 + 39 + 53 + 4 * 4,
+    }
 
 
 @pytest.mark.parametrize("error", [2e-5, float("nan")])
 def test_values_that_disagree_are_an_error(short, monkeypatch, error):
-    monkeypatch.setattr(bench, "score_cached", lambda model, item: [value + error for value in info_gain.score_cached(model, item)])
-    with pytest.raises(SystemExit, match="error: the values differ from uncached ones .*'cache reuse'"):  # a string: exit code 1
+    monkeypatch.setattr(
+        bench,
+        "score_cached",
+        lambda model, item: [value + error for value in info_gain.score_cached(model, item)],
+    )
+    # a string: exit code 1
+    with pytest.raises(
+        SystemExit, match="error: the values differ from uncached ones .*'cache reuse'"
+    ):
         bench.ig(IgConfig())
 
 
 @pytest.mark.parametrize("shift", [-1, 1])
 def test_a_branch_that_sees_one_token_less_or_more_is_noticed(short, monkeypatch, shift):
-    """The negative control: random weights with weak attention would hide a wrong cut below the tolerance."""
+    """The negative control: random weights with weak attention would hide a wrong cut
+    below the tolerance.
+    """
     span = info_gain.Span
-    monkeypatch.setattr(info_gain, "Span", lambda start, end, doc, pre: span(start, end, doc, min(pre + shift, 53) if pre > doc else pre))
+    monkeypatch.setattr(
+        info_gain,
+        "Span",
+        lambda start, end, doc, pre: span(
+            start, end, doc, min(pre + shift, 53) if pre > doc else pre
+        ),
+    )
     with pytest.raises(SystemExit, match="'packed': 0.0[0-9]*[1-9]"):
         bench.ig(IgConfig())
 
 
 def test_a_trajectory_of_ones_own_gives_the_lengths(tmp_path):
     tokenizer = ChatTokenizer(tiny_file(tmp_path, tiny_spec()))
-    texts = [assistant_text("look", format_tool_call("search", {"query": ["a"]})), assistant_text("done", format_answer("x"))]
-    messages = [("system", "s"), ("user", "q?"), ("assistant", texts[0]), ("user", "<tool_response>\nhit\n</tool_response>"), ("assistant", texts[1])]
-    row = {"question": "q?", "gt": "x y", "messages": [{"role": role, "content": content} for role, content in messages]}
+    texts = [
+        assistant_text("look", format_tool_call("search", {"query": ["a"]})),
+        assistant_text("done", format_answer("x")),
+    ]
+    messages = [
+        ("system", "s"),
+        ("user", "q?"),
+        ("assistant", texts[0]),
+        ("user", "<tool_response>\nhit\n</tool_response>"),
+        ("assistant", texts[1]),
+    ]
+    row = {
+        "question": "q?",
+        "gt": "x y",
+        "messages": [{"role": role, "content": content} for role, content in messages],
+    }
     write_jsonl(tmp_path / "rows.jsonl", [row])
     turns = [len(tokenizer.turn_ids(text)) for text in texts]
     observation = len(tokenizer.observation_ids(["hit"], closed=True))
-    wanted = len(tokenizer.prompt_ids("s", "q?")), ((turns[0], observation), (turns[1], 0)), len(tokenizer.answer_prefix_ids), 3
+    wanted = (
+        len(tokenizer.prompt_ids("s", "q?")),
+        ((turns[0], observation), (turns[1], 0)),
+        len(tokenizer.answer_prefix_ids),
+        3,
+    )
     assert bench.lengths_of(str(tmp_path / "rows.jsonl"), str(tmp_path)) == wanted
 
 
@@ -103,13 +158,28 @@ def test_gain_scored_at_rollout_is_that_of_packed_passes(capsys):
     out = capsys.readouterr().out
     assert "an IGPO step of 3 trajectories, 4 turns, 62 tokens; CPU seconds: rollout " in out
     assert re.search(r"^information gain, packed +\d+\.\d\d s +\d+\.\d % of the step$", out, re.M)
-    assert re.search(r"^information gain, at rollout +-?\d+\.\d\d s +-?\d+\.\d % of the step \(goal 5 %: (met|missed)\)$", out, re.M)
+    assert re.search(
+        r"^information gain, at rollout +-?\d+\.\d\d s +-?\d+\.\d % of the step \(goal 5 %: "
+        r"(met|missed)\)$",
+        out,
+        re.M,
+    )
 
 
 def test_gain_that_differs_at_rollout_is_an_error(monkeypatch):
-    monkeypatch.setattr(bench_share, "score_ground_truth", lambda *args: [[v + 1e-4 for v in values] for values in info_gain.score_ground_truth(*args)])
-    with pytest.raises(SystemExit, match="values at rollout time differ from packed ones by 0.0001"):
-        bench_share.print_share(bench.random_model(bench.SHAPES["tiny"], 0), *SHORT, rows=2, seed=0, tolerance=1e-5)
+    monkeypatch.setattr(
+        bench_share,
+        "score_ground_truth",
+        lambda *args: [
+            [v + 1e-4 for v in values] for values in info_gain.score_ground_truth(*args)
+        ],
+    )
+    with pytest.raises(
+        SystemExit, match="values at rollout time differ from packed ones by 0.0001"
+    ):
+        bench_share.print_share(
+            bench.random_model(bench.SHAPES["tiny"], 0), *SHORT, rows=2, seed=0, tolerance=1e-5
+        )
 
 
 def test_scoring_that_changes_what_is_sampled_is_an_error(monkeypatch):
@@ -122,7 +192,9 @@ def test_scoring_that_changes_what_is_sampled_is_an_error(monkeypatch):
 
     monkeypatch.setattr(bench_share.Sampler, "score", leaves_a_token)
     with pytest.raises(SystemExit, match="scoring during the rollout changed the ids"):
-        bench_share.print_share(bench.random_model(bench.SHAPES["tiny"], 0), *SHORT, rows=2, seed=0, tolerance=1e-5)
+        bench_share.print_share(
+            bench.random_model(bench.SHAPES["tiny"], 0), *SHORT, rows=2, seed=0, tolerance=1e-5
+        )
 
 
 # decode
@@ -139,8 +211,15 @@ def test_transformers_decodes_the_same_ids(capsys):
     pytest.importorskip("transformers")
     bench.decode(TINY_DECODE)
     out = capsys.readouterr().out
-    assert "greedy ids are equal: sampler, forked; sampler; uncached; transformers; one forward over all; " in out
-    assert re.search(r"^sampler, forked over transformers generate: \d+\.\d\dx \(goal 2x: (met|missed)\)$", out, re.M)
+    assert (
+        "greedy ids are equal: sampler, forked; sampler; uncached; transformers; one forward "
+        "over all; "
+    ) in out
+    assert re.search(
+        r"^sampler, forked over transformers generate: \d+\.\d\dx \(goal 2x: (met|missed)\)$",
+        out,
+        re.M,
+    )
 
 
 def test_ids_that_differ_are_an_error(no_transformers, monkeypatch):
@@ -154,7 +233,9 @@ def test_ids_that_differ_are_an_error(no_transformers, monkeypatch):
         return ids_BL, at_first
 
     monkeypatch.setattr(bench, "sampled_ids", wrong_when_forked)
-    with pytest.raises(SystemExit, match=r"error: greedy ids of 'sampler' are not those of \['sampler, forked'\]"):
+    with pytest.raises(
+        SystemExit, match=r"error: greedy ids of 'sampler' are not those of \['sampler, forked'\]"
+    ):
         bench.decode(TINY_DECODE)
 
 
@@ -173,5 +254,9 @@ def test_sizes_without_a_meaning_are_refused(wrong):
 
 
 def test_an_unknown_command_is_one_line():
-    result = subprocess.run([sys.executable, "-m", "venus.bench", "speed"], capture_output=True, text=True)
-    assert result.returncode == 2 and re.fullmatch(r"error: usage: python -m venus.bench ig\|decode.*\n", result.stderr)
+    result = subprocess.run(
+        [sys.executable, "-m", "venus.bench", "speed"], capture_output=True, text=True
+    )
+    assert result.returncode == 2 and re.fullmatch(
+        r"error: usage: python -m venus.bench ig\|decode.*\n", result.stderr
+    )

@@ -1,4 +1,6 @@
-"""The benchmark of a training step: both sides train on the same tokens, what disagrees is noticed, and the commands run. No claim about times."""
+"""The benchmark of a training step: both sides train on the same tokens, what disagrees is noticed,
+and the commands run. No claim about times.
+"""
 
 import json
 import re
@@ -34,7 +36,9 @@ def test_both_sides_have_the_same_gradients(monkeypatch, capsys, recompute):
     assert re.search(r"^time: \d\.\d\dx of transformers' \(goal 0.6x: (met|missed)\)$", out, re.M)
 
 
-@pytest.mark.parametrize(("change", "message"), [(1e-3, "differ by 1.0e-03"), (float("nan"), "differ by inf")])
+@pytest.mark.parametrize(
+    ("change", "message"), [(1e-3, "differ by 1.0e-03"), (float("nan"), "differ by inf")]
+)
 def test_gradients_that_disagree_are_an_error(change, message):
     grads = {"a": torch.ones(4), "b": torch.ones(3)}
     check(grads, {name: grad * (1 + 1e-6) for name, grad in grads.items()}, [1.0, 1.0])
@@ -48,17 +52,31 @@ def test_loss_lies_on_the_turns_of_the_released_row():
     whole, again = random_rows(StepConfig(length=100), *TURNS)
     assert whole.per_token["mask"].nonzero()[:, 0].tolist() == [5, 6, 7, 12, 13, 20, 21, 22, 23]
     assert len(whole.ids) == 24 and whole.ids != again.ids
-    assert random_rows(StepConfig(length=13), *TURNS)[0].per_token["mask"].tolist() == whole.per_token["mask"][:13].tolist()
+    assert (
+        random_rows(StepConfig(length=13), *TURNS)[0].per_token["mask"].tolist()
+        == whole.per_token["mask"][:13].tolist()
+    )
 
 
 def test_rows_of_ones_own_are_cut(tmp_path):
     tokenizer = ChatTokenizer(tiny_file(tmp_path, tiny_spec()))
     answer = assistant_text("done", format_answer("x"))
-    row = {"question": "q?", "gt": "x", "messages": [{"role": r, "content": c} for r, c in (("system", "s"), ("user", "q?"), ("assistant", answer))]}
+    row = {
+        "question": "q?",
+        "gt": "x",
+        "messages": [
+            {"role": r, "content": c}
+            for r, c in (("system", "s"), ("user", "q?"), ("assistant", answer))
+        ],
+    }
     write_jsonl(tmp_path / "rows.jsonl", [row, row])
     start = len(tokenizer.prompt_ids("s", "q?"))
-    documents = real_rows(StepConfig(data=str(tmp_path / "rows.jsonl"), tokenizer=str(tmp_path), length=start + 3))
-    assert [document.per_token["mask"].tolist() for document in documents] == [[0.0] * start + [1.0] * 3] * 2
+    documents = real_rows(
+        StepConfig(data=str(tmp_path / "rows.jsonl"), tokenizer=str(tmp_path), length=start + 3)
+    )
+    assert [document.per_token["mask"].tolist() for document in documents] == [
+        [0.0] * start + [1.0] * 3
+    ] * 2
     write_jsonl(tmp_path / "rows.jsonl", [row])
     with pytest.raises(ValueError, match="1 rows; two are needed"):
         real_rows(StepConfig(data=str(tmp_path / "rows.jsonl"), tokenizer=str(tmp_path)))
@@ -66,16 +84,33 @@ def test_rows_of_ones_own_are_cut(tmp_path):
 
 @pytest.mark.slow
 def test_the_gpu_benchmark_runs_on_a_tiny_shape(tmp_path):
-    """The code path that a GPU will take, plans and gaps included; in fp32 on a CPU the sampler agrees with the trainer to rounding."""
-    command = [sys.executable, "-m", "venus.bench", "gpu", "--shape", "tiny", "--json", str(tmp_path / "gpu.json")]
+    """The code path that a GPU will take, plans and gaps included; in fp32 on a CPU the sampler
+    agrees with the trainer to rounding.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "venus.bench",
+        "gpu",
+        "--shape",
+        "tiny",
+        "--json",
+        str(tmp_path / "gpu.json"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
-    assert [(row["part"], row.get("tokens"), row.get("kernel")) for row in rows] == [("train", 64, None), ("train", 128, None), ("decode", None, "torch")]
+    assert [(row["part"], row.get("tokens"), row.get("kernel")) for row in rows] == [
+        ("train", 64, None),
+        ("train", 128, None),
+        ("decode", None, "torch"),
+    ]
     assert rows[2]["gap_max"] < 1e-4 and rows[0]["planned_bytes"] > 0 and rows[0]["mfu"] is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")
 def test_the_4b_shape_needs_a_gpu():
-    with pytest.raises(ValueError, match="shape 4b needs a CUDA device; --shape tiny runs anywhere"):
+    with pytest.raises(
+        ValueError, match="shape 4b needs a CUDA device; --shape tiny runs anywhere"
+    ):
         gpu(GpuConfig())

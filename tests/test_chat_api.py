@@ -1,4 +1,6 @@
-"""The chat client against a stub: what it sends, what it retries, what it gives up on, and that no call lasts for ever."""
+"""The chat client against a stub: what it sends, what it retries, what it gives up on, and that no
+call lasts for ever.
+"""
 
 import time
 
@@ -20,8 +22,16 @@ def test_a_call_sends_model_messages_and_parameters_with_the_key_in_the_header()
         answer = client(stub, api_key=KEY).complete(MESSAGES, temperature=0.0, max_tokens=5)
     (request,) = stub.requests
     assert (answer.text, answer.finish_reason) == ("Ho", "length")
-    assert request["body"] == {"model": "m", "messages": MESSAGES, "temperature": 0.0, "max_tokens": 5}
-    assert request["path"] == "/v1/chat/completions" and request["headers"]["Authorization"] == f"Bearer {KEY}"
+    assert request["body"] == {
+        "model": "m",
+        "messages": MESSAGES,
+        "temperature": 0.0,
+        "max_tokens": 5,
+    }
+    assert (
+        request["path"] == "/v1/chat/completions"
+        and request["headers"]["Authorization"] == f"Bearer {KEY}"
+    )
 
 
 def test_without_a_key_there_is_no_authorization_and_a_full_endpoint_is_taken_as_it_is():
@@ -33,7 +43,9 @@ def test_without_a_key_there_is_no_authorization_and_a_full_endpoint_is_taken_as
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
 def test_thoughts_that_the_server_keeps_apart_are_returned_apart(name):
-    """Their text may be null: all that such a server says of a turn that was cut off in its thoughts."""
+    """Their text may be null: all that such a server says of a turn that was cut
+    off in its thoughts.
+    """
     with serve(lambda body, number: (200, completion(None, "length", **{name: "hm"}), {})) as stub:
         answer = client(stub).complete(MESSAGES)
     assert (answer.text, answer.reasoning, answer.finish_reason) == ("", "hm", "length")
@@ -43,7 +55,12 @@ def test_parameters_go_through_as_they_are():
     schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {}}}
     with serve(lambda body, number: (200, completion("{}"), {})) as stub:
         client(stub).complete(MESSAGES, response_format=schema, top_k=20)
-    assert stub.requests[0]["body"] == {"model": "m", "messages": MESSAGES, "response_format": schema, "top_k": 20}
+    assert stub.requests[0]["body"] == {
+        "model": "m",
+        "messages": MESSAGES,
+        "response_format": schema,
+        "top_k": 20,
+    }
 
 
 def test_the_models_of_an_endpoint_are_listed_as_a_probe():
@@ -66,13 +83,18 @@ PASSING = {
 
 @pytest.mark.parametrize("fault", PASSING)
 def test_a_passing_fault_is_tried_again(fault):
-    with serve(lambda body, number: PASSING[fault] if number < 2 else (200, completion("Ho"), {})) as stub:
+    with serve(
+        lambda body, number: PASSING[fault] if number < 2 else (200, completion("Ho"), {})
+    ) as stub:
         assert client(stub, timeout=1.0).complete(MESSAGES).text == "Ho"
     assert len(stub.requests) == 3
 
 
 def test_a_fault_that_stays_ends_after_the_tries_and_says_what_it_was():
-    with serve(lambda body, number: (503, "overloaded", {})) as stub, pytest.raises(ChatError, match="HTTP 503 overloaded .4 tries") as caught:
+    with (
+        serve(lambda body, number: (503, "overloaded", {})) as stub,
+        pytest.raises(ChatError, match="HTTP 503 overloaded .4 tries") as caught,
+    ):
         client(stub).complete(MESSAGES)
     assert len(stub.requests) == 4 and not isinstance(caught.value, ChatRefusedError)
 
@@ -94,13 +116,30 @@ def test_a_server_that_is_not_there_is_an_error_after_the_tries():
     ],
 )
 def test_a_refusal_is_not_tried_again_and_never_shows_the_key(status, body):
-    with serve(lambda *_: (status, body, {"Location": "http://127.0.0.1:1/"})) as stub, pytest.raises(ChatRefusedError, match=f"HTTP {status}") as caught:
+    with (
+        serve(lambda *_: (status, body, {"Location": "http://127.0.0.1:1/"})) as stub,
+        pytest.raises(ChatRefusedError, match=f"HTTP {status}") as caught,
+    ):
         client(stub, api_key=KEY).complete(MESSAGES)
-    assert len(stub.requests) == 1 and KEY not in str(caught.value) and "\n" not in str(caught.value)
+    assert (
+        len(stub.requests) == 1 and KEY not in str(caught.value) and "\n" not in str(caught.value)
+    )
 
 
-OPENAI = {"error": {"message": "maximum context length is 8192", "type": "invalid_request_error", "code": "context_length_exceeded"}}
-VLLM = {"object": "error", "message": "The model's context length is only 8192", "type": "BadRequestError", "param": None, "code": 400}
+OPENAI = {
+    "error": {
+        "message": "maximum context length is 8192",
+        "type": "invalid_request_error",
+        "code": "context_length_exceeded",
+    }
+}
+VLLM = {
+    "object": "error",
+    "message": "The model's context length is only 8192",
+    "type": "BadRequestError",
+    "param": None,
+    "code": 400,
+}
 
 
 @pytest.mark.parametrize(
@@ -113,11 +152,22 @@ VLLM = {"object": "error", "message": "The model's context length is only 8192",
         (400, {"error": "top_k"}, False, "top_k"),
     ],
 )
-def test_a_refusal_of_this_request_is_told_from_a_refusal_of_the_client(status, body, too_long, said):
-    """Another request may pass, so a caller may go on; the message is the service's own, in whichever shape it comes."""
-    with serve(lambda *_: (status, body, {})) as stub, pytest.raises(ChatRequestError, match=said) as caught:
+def test_a_refusal_of_this_request_is_told_from_a_refusal_of_the_client(
+    status, body, too_long, said
+):
+    """Another request may pass, so a caller may go on; the message is the service's own, in
+    whichever shape it comes.
+    """
+    with (
+        serve(lambda *_: (status, body, {})) as stub,
+        pytest.raises(ChatRequestError, match=said) as caught,
+    ):
         client(stub).complete(MESSAGES)
-    assert caught.value.too_long == too_long and len(stub.requests) == 1 and "{" not in str(caught.value)
+    assert (
+        caught.value.too_long == too_long
+        and len(stub.requests) == 1
+        and "{" not in str(caught.value)
+    )
 
 
 def test_all_tries_together_end_at_the_deadline_of_the_call():
@@ -130,21 +180,37 @@ def test_all_tries_together_end_at_the_deadline_of_the_call():
 
 
 def test_an_endpoint_is_written_with_its_address_and_model():
-    assert parse_endpoint("openai:http://127.0.0.1:8000/v1:org/qwen3:4b", "--policy") == ("http://127.0.0.1:8000/v1", "org/qwen3:4b")
-    for bad in ("gpt", "openai:gpt", "openai:http://h/v1", "openai:ftp://h:m", "openai:http://me:mine@h/v1:m", "openai:http://h/v1:"):
+    assert parse_endpoint("openai:http://127.0.0.1:8000/v1:org/qwen3:4b", "--policy") == (
+        "http://127.0.0.1:8000/v1",
+        "org/qwen3:4b",
+    )
+    for bad in (
+        "gpt",
+        "openai:gpt",
+        "openai:http://h/v1",
+        "openai:ftp://h:m",
+        "openai:http://me:mine@h/v1:m",
+        "openai:http://h/v1:",
+    ):
         with pytest.raises(ValueError, match="--policy .* give openai:BASE_URL:MODEL"):
             parse_endpoint(bad, "--policy")
 
 
 def test_retry_after_is_obeyed():
-    with serve(lambda body, number: (429, "", {"Retry-After": "0.3"}) if number == 0 else (200, completion("Ho"), {})) as stub:
+    with serve(
+        lambda body, number: (
+            (429, "", {"Retry-After": "0.3"}) if number == 0 else (200, completion("Ho"), {})
+        )
+    ) as stub:
         started = time.monotonic()
         client(stub, first_wait=60.0).complete(MESSAGES)
     assert 0.3 <= time.monotonic() - started < 5
 
 
 def test_a_body_that_trickles_ends_at_the_deadline():
-    """The timeout of `requests` is between bytes: a byte a second keeps such a call open for ever."""
+    """The timeout of `requests` is between bytes: a byte a second keeps such a call
+    open for ever.
+    """
     with serve(lambda body, number: 5.0) as stub:
         started = time.monotonic()
         with pytest.raises(ChatError, match="takes too long .1 tries"):
@@ -154,7 +220,10 @@ def test_a_body_that_trickles_ends_at_the_deadline():
 
 def test_a_body_beyond_all_bounds_is_cut(monkeypatch):
     monkeypatch.setattr("venus.chat_api.MAX_BYTES", 1000)
-    with serve(lambda body, number: (200, b" " * 5000, {})) as stub, pytest.raises(ChatError, match="too large"):
+    with (
+        serve(lambda body, number: (200, b" " * 5000, {})) as stub,
+        pytest.raises(ChatError, match="too large"),
+    ):
         client(stub, tries=1).complete(MESSAGES)
 
 

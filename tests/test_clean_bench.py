@@ -10,12 +10,27 @@ from venus.bench_clean import CleanBenchConfig, clean
 
 
 def test_every_figure_is_printed_with_its_goal(tmp_path, capsys):
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(raw(SEARCH, FOUND, final(str(k)))) + "\n" for k in range(3)))
-    clean(CleanBenchConfig(data=str(tmp_path / "rows.jsonl"), tokenizer=str(tiny_file(tmp_path, tiny_spec())), rows=64, token_rows=32))
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps(raw(SEARCH, FOUND, final(str(k)))) + "\n" for k in range(3))
+    )
+    clean(
+        CleanBenchConfig(
+            data=str(tmp_path / "rows.jsonl"),
+            tokenizer=str(tiny_file(tmp_path, tiny_spec())),
+            rows=64,
+            token_rows=32,
+        )
+    )
     printed = capsys.readouterr().out.splitlines()
-    assert printed[1].startswith("64 rows, 0 MB: 3 rows of ") and [line[:14] for line in printed[2:]] == [
-        "one process   ", "the command   ", "peak memory   ", "with lengths  ", "bare tokenizer",
-    ]  # fmt: skip
+    assert printed[1].startswith("64 rows, 0 MB: 3 rows of ") and [
+        line[:14] for line in printed[2:]
+    ] == [
+        "one process   ",
+        "the command   ",
+        "peak memory   ",
+        "with lengths  ",
+        "bare tokenizer",
+    ]
     assert "goal met: 200 rows/s" in printed[2] and "goal " in printed[6]
 
 

@@ -1,4 +1,6 @@
-"""The command line: one dataclass in, flags out, and one line for everything a user can get wrong."""
+"""The command line: one dataclass in, flags out, and one line for everything a user
+can get wrong.
+"""
 
 import subprocess
 import sys
@@ -48,7 +50,13 @@ def run_script(tmp_path, body, *argv):
         "@dataclass(frozen=True)\nclass Config:\n    path: str = option('nowhere', help='a file')\n"
         f"def main(cfg):\n    {body}\nrun(main, Config, 'A script.')\n"
     )
-    return subprocess.run([sys.executable, str(script), *argv], capture_output=True, text=True, env={"PYTHONPATH": "."}, timeout=60)
+    return subprocess.run(
+        [sys.executable, str(script), *argv],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": "."},
+        timeout=60,
+    )
 
 
 def test_absent_flags_give_the_defaults_of_the_dataclass():
@@ -56,10 +64,30 @@ def test_absent_flags_give_the_defaults_of_the_dataclass():
 
 
 def test_every_type_is_read_from_its_flag():
-    argv = ["--lr", "3e-4", "--max-length", "1_000", "--seed", "-1", "--date", "2026-01-01", "--files", "x", "y"]
+    argv = [
+        "--lr",
+        "3e-4",
+        "--max-length",
+        "1_000",
+        "--seed",
+        "-1",
+        "--date",
+        "2026-01-01",
+        "--files",
+        "x",
+        "y",
+    ]
     argv += ["--loss-norm", "sequence", "--no-shuffle", "--dry-run"]
     expected = ExampleConfig(
-        model="m", lr=3e-4, max_length=1000, seed=-1, date="2026-01-01", files=("x", "y"), loss_norm="sequence", shuffle=False, dry_run=True
+        model="m",
+        lr=3e-4,
+        max_length=1000,
+        seed=-1,
+        date="2026-01-01",
+        files=("x", "y"),
+        loss_norm="sequence",
+        shuffle=False,
+        dry_run=True,
     )
     assert example(*argv) == expected
 
@@ -88,15 +116,22 @@ def test_help_names_every_flag_with_default_and_unit(capsys):
 
 
 def test_an_unknown_flag_is_one_line_with_the_closest_flag(capsys):
-    assert refusal(capsys, "--max-lenght=5") == "error: unknown argument --max-lenght=5; did you mean --max-length?\n"
+    assert (
+        refusal(capsys, "--max-lenght=5")
+        == "error: unknown argument --max-lenght=5; did you mean --max-length?\n"
+    )
 
 
 def test_a_mistyped_required_flag_is_reported_as_unknown_rather_than_missing(capsys):
-    assert "unknown argument --modle; did you mean --model?" in refusal(capsys, "--modle", "m", prefix=())
+    assert "unknown argument --modle; did you mean --model?" in refusal(
+        capsys, "--modle", "m", prefix=()
+    )
 
 
 def test_an_abbreviated_flag_is_unknown(capsys):
-    """argparse accepts any unambiguous prefix by default, so a typo such as --max would silently set --max-length."""
+    """argparse accepts any unambiguous prefix by default, so a typo such as --max would
+    silently set --max-length.
+    """
     assert "unknown argument --max" in refusal(capsys, "--max", "5")
 
 
@@ -108,7 +143,16 @@ def test_a_missing_required_flag_is_named_with_its_help(capsys):
     assert refusal(capsys, prefix=()) == "error: --model is required: model directory\n"
 
 
-@pytest.mark.parametrize("argv", [("--max-length", "1.5"), ("--lr", "fast"), ("--lr", "nan"), ("--lr", "inf"), ("--loss-norm", "mean")])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--max-length", "1.5"),
+        ("--lr", "fast"),
+        ("--lr", "nan"),
+        ("--lr", "inf"),
+        ("--loss-norm", "mean"),
+    ],
+)
 def test_a_bad_value_names_flag_and_value(capsys, argv):
     line = refusal(capsys, *argv)
     assert argv[0] in line and repr(argv[1]) in line
@@ -141,7 +185,10 @@ def test_run_hands_the_config_to_main(monkeypatch):
 
 def test_a_missing_file_in_main_is_one_line_and_code_2(tmp_path):
     result = run_script(tmp_path, "open(cfg.path)")
-    assert (result.returncode, result.stderr) == (2, "error: [Errno 2] No such file or directory: 'nowhere'\n")
+    assert (result.returncode, result.stderr) == (
+        2,
+        "error: [Errno 2] No such file or directory: 'nowhere'\n",
+    )
 
 
 def test_a_value_error_of_several_lines_is_printed_as_one(tmp_path):
@@ -151,7 +198,11 @@ def test_a_value_error_of_several_lines_is_printed_as_one(tmp_path):
 
 def test_traceback_shows_where_the_error_arose(tmp_path):
     result = run_script(tmp_path, "open(cfg.path)", "--traceback")
-    assert result.returncode == 1 and "Traceback" in result.stderr and "open(cfg.path)" in result.stderr
+    assert (
+        result.returncode == 1
+        and "Traceback" in result.stderr
+        and "open(cfg.path)" in result.stderr
+    )
 
 
 def test_our_own_bugs_keep_their_traceback(tmp_path):
@@ -161,11 +212,19 @@ def test_our_own_bugs_keep_their_traceback(tmp_path):
 
 def test_an_interrupt_ends_with_code_130_and_says_how_to_go_on(tmp_path):
     result = run_script(tmp_path, "raise KeyboardInterrupt")
-    assert (result.returncode, result.stderr) == (130, "interrupted; run the same command to resume\n")
+    assert (result.returncode, result.stderr) == (
+        130,
+        "interrupted; run the same command to resume\n",
+    )
 
 
 @pytest.mark.parametrize(
-    ("body", "code", "errors"), [("return cli.STOPPED", 3, ""), ("raise cli.RunFailed('no\\n memory')", 1, "error: no memory\n"), ("return None", 0, "")]
+    ("body", "code", "errors"),
+    [
+        ("return cli.STOPPED", 3, ""),
+        ("raise cli.RunFailed('no\\n memory')", 1, "error: no memory\n"),
+        ("return None", 0, ""),
+    ],
 )
 def test_main_returns_its_exit_code_and_a_run_that_failed_is_one_line(tmp_path, body, code, errors):
     result = run_script(tmp_path, f"from venus import cli; {body}")
@@ -175,12 +234,16 @@ def test_main_returns_its_exit_code_and_a_run_that_failed_is_one_line(tmp_path, 
 def test_the_exit_codes_are_documented(capsys):
     with pytest.raises(SystemExit):
         parse(ExampleConfig, ["--help"], description="")
-    assert "3 stopped by SIGTERM or Ctrl-C with everything saved" in " ".join(capsys.readouterr().out.split())
+    assert "3 stopped by SIGTERM or Ctrl-C with everything saved" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 def test_traceback_in_an_argv_given_by_the_caller_counts():
     with pytest.raises(ValueError, match="broken"):
-        run(lambda cfg: int("broken"), ExampleConfig, "An example.", ["--model", "m", "--traceback"])
+        run(
+            lambda cfg: int("broken"), ExampleConfig, "An example.", ["--model", "m", "--traceback"]
+        )
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,6 @@
-"""The demo in its smoke size: every stage runs, the summary has the promised keys, and a second run makes nothing again."""
+"""The demo in its smoke size: every stage runs, the summary has the promised keys, and a second run
+makes nothing again.
+"""
 
 import json
 import subprocess
@@ -12,7 +14,11 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def smoke(output):
     return subprocess.run(
-        [sys.executable, "-m", "venus.demo", "--smoke", "--output", str(output)], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "venus.demo", "--smoke", "--output", str(output)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
@@ -30,12 +36,24 @@ def test_the_smoke_demo_runs_every_stage_and_keeps_finished_work(tmp_path):
     curve = (tmp_path / "demo" / "reward_curve.svg").read_text()
     assert curve.startswith("<svg") or "<svg" in curve[:200]
     report = (tmp_path / "demo" / "report.html").read_text(encoding="utf-8")
-    assert all(words in report for words in ("eval_igpo: 32 trajectories", "eval_sft: 32 trajectories", "training: 48 trajectories", 'id="comparison"'))
+    assert all(
+        words in report
+        for words in (
+            "eval_igpo: 32 trajectories",
+            "eval_sft: 32 trajectories",
+            "training: 48 trajectories",
+            'id="comparison"',
+        )
+    )
     for words in ("success T=1", "after SFT", "after IGPO", "paired by question"):
         assert words in first.stdout
 
-    assert [path.name for path in (tmp_path / "demo").iterdir() if path.is_dir()] == ["smoke_seed_0"], "a demo would take these stages for its own"
-    made = {path: path.read_bytes() for path in tmp_path.rglob("trajectories.jsonl")} | {p: p.read_bytes() for p in tmp_path.rglob("metrics.jsonl")}
+    assert [path.name for path in (tmp_path / "demo").iterdir() if path.is_dir()] == [
+        "smoke_seed_0"
+    ], "a demo would take these stages for its own"
+    made = {path: path.read_bytes() for path in tmp_path.rglob("trajectories.jsonl")} | {
+        p: p.read_bytes() for p in tmp_path.rglob("metrics.jsonl")
+    }
     assert len(made) == 8  # six evaluations, two trainings
     second = smoke(tmp_path / "demo")
     assert second.returncode == 0, second.stderr[-2000:]

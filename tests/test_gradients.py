@@ -1,4 +1,6 @@
-"""One process: the gradient table's first column, a model that starts on the meta device, what recomputation keeps, and how a run is told to stop."""
+"""One process: the gradient table's first column, a model that starts on the meta device, what
+recomputation keeps, and how a run is told to stop.
+"""
 
 import math
 import os
@@ -34,14 +36,25 @@ def table(world):
 
 @pytest.mark.parametrize("case", CASES)
 def test_one_process_has_the_gradient_of_one_forward_pass(table, case):
-    """Trap 16: micro-batches, recomputation and sharding over one rank change nothing, for either mean."""
+    """Trap 16: micro-batches, recomputation and sharding over one rank change
+    nothing, for either mean.
+    """
     check_case(table, case)
 
 
 def test_one_process_is_a_world_too(world):
     """No torchrun, no ports: the same code path, the gradients bit-equal to the plain model's."""
-    assert (world.rank, world.size, world.is_main, world.sp, world.dp_rank, world.dp_size, world.sp_rank) == (0, 1, True, 1, 0, 1, 0)
-    sharded, plain = shard(load_model(GOLDEN / "tied_tf5"), world, bf16=False), load_model(GOLDEN / "tied_tf5")
+    assert (
+        world.rank,
+        world.size,
+        world.is_main,
+        world.sp,
+        world.dp_rank,
+        world.dp_size,
+        world.sp_rank,
+    ) == (0, 1, True, 1, 0, 1, 0)
+    sharded = shard(load_model(GOLDEN / "tied_tf5"), world, bf16=False)
+    plain = load_model(GOLDEN / "tied_tf5")
     for model, place in ((sharded, world), (plain, ALONE)):
         backward(model, with_weights(UNEVEN, "token"), nll, max_tokens=30, world=place)
     assert torch.equal(gradient(sharded), gradient(plain))
@@ -56,7 +69,9 @@ def test_a_model_sharded_on_the_meta_device_is_the_same_once_its_rows_are_read(w
     shard(model, world, bf16=False).to_empty(device="cpu")
     with torch.no_grad():
         for parameter, value in zip(model.parameters(), plain.parameters(), strict=True):
-            parameter.to_local().copy_(distribute_tensor(value, world.mesh, parameter.placements).to_local())
+            parameter.to_local().copy_(
+                distribute_tensor(value, world.mesh, parameter.placements).to_local()
+            )
     for each, place in ((model, world), (plain, ALONE)):
         backward(each, with_weights(UNEVEN, "token"), nll, max_tokens=1000, world=place)
     assert torch.equal(gradient(model), gradient(plain))
@@ -69,9 +84,15 @@ def tensors_kept(model, recompute):
     """The shapes of what a forward pass keeps for its backward."""
     set_recompute(model, recompute)
     packed, kept = pack(with_weights(UNEVEN, "token")), []
-    with saved_tensors_hooks(lambda tensor: kept.append(tuple(tensor.shape)) or tensor, lambda tensor: tensor):
+    with saved_tensors_hooks(
+        lambda tensor: kept.append(tuple(tensor.shape)) or tensor, lambda tensor: tensor
+    ):
         model.token_loss(
-            packed.ids_1N, packed.targets_1N, loss=WeightedNLL(packed.fields["weights"]), positions_BS=packed.positions_1N, layout=packed.layout
+            packed.ids_1N,
+            packed.targets_1N,
+            loss=WeightedNLL(packed.fields["weights"]),
+            positions_BS=packed.positions_1N,
+            layout=packed.layout,
         )
     return kept
 
@@ -82,27 +103,36 @@ def test_recomputation_keeps_the_input_of_a_block_and_nothing_of_its_inside(reco
     model = load_model(GOLDEN / "tied_tf5")
     both = Counter(tensors_kept(model, recompute))
     model.model.layers = model.model.layers[:1]
-    added = sum(math.prod(shape) for shape in (both - Counter(tensors_kept(model, recompute))).elements())
+    added = sum(
+        math.prod(shape) for shape in (both - Counter(tensors_kept(model, recompute))).elements()
+    )
     assert added == pytest.approx(numbers, rel=0.1 * (recompute == "off"))
 
 
 class Recorder(saved_tensors_hooks):
-    """What goes to the host, in the place of torch's `save_on_cpu`, which on a CPU copies nothing and so shows nothing."""
+    """What goes to the host, in the place of torch's `save_on_cpu`, which on a CPU copies nothing
+    and so shows nothing.
+    """
 
     def __init__(self, *, pin_memory):
         assert not pin_memory  # there is no device to copy from
-        super().__init__(lambda tensor: self.moved.append(tuple(tensor.shape)) or tensor, lambda tensor: tensor)
+        super().__init__(
+            lambda tensor: self.moved.append(tuple(tensor.shape)) or tensor, lambda tensor: tensor
+        )
 
     moved = []
 
 
 def test_offloading_moves_the_input_of_every_block_and_not_the_angles(monkeypatch):
-    """cos and sin are the same in all 36 layers: as tensor arguments of a block they would go to the host 36 times."""
+    """cos and sin are the same in all 36 layers: as tensor arguments of a block they would go
+    to the host 36 times.
+    """
     monkeypatch.setattr(model_module, "save_on_cpu", Recorder)
     model = load_model(GOLDEN / "tied_tf5")
     set_recompute(model, "offload")
     backward(model, with_weights(UNEVEN, "token"), nll, max_tokens=1000, world=ALONE)
-    assert [shape for shape in Recorder.moved if 0 not in shape] == [(1, 95, 24)] * 2  # torch 2.11 also moves an empty one
+    # torch 2.11 also moves an empty one
+    assert [shape for shape in Recorder.moved if 0 not in shape] == [(1, 95, 24)] * 2
 
 
 def test_without_gradients_nothing_is_recomputed():
@@ -126,18 +156,30 @@ def test_an_unknown_way_to_recompute_is_refused():
 
 
 def test_a_sequence_is_split_after_its_labels_were_shifted():
-    """Split first, the last token of each part but one would lose its target. Positions go on, and attention still spans the whole."""
+    """Split first, the last token of each part but one would lose its target. Positions go on, and
+    attention still spans the whole.
+    """
     whole = pack(with_weights(UNEVEN, "token"), multiple_of=4)
-    parts = [split_sequence(whole, SimpleNamespace(sp=4, sp_rank=rank, sp_group=None)) for rank in range(4)]
+    parts = [
+        split_sequence(whole, SimpleNamespace(sp=4, sp_rank=rank, sp_group=None))
+        for rank in range(4)
+    ]
     for name in ("ids_1N", "targets_1N", "positions_1N"):
-        assert torch.equal(torch.cat([getattr(part, name) for part in parts], dim=1), getattr(whole, name))
+        assert torch.equal(
+            torch.cat([getattr(part, name) for part in parts], dim=1), getattr(whole, name)
+        )
     for name, values in whole.fields.items():
         assert torch.equal(torch.cat([part.fields[name] for part in parts], dim=1), values)
-    assert {part.ids_1N.shape for part in parts} == {(1, 24)} and {part.layout.spans for part in parts} == {whole.layout.spans}
+    assert {part.ids_1N.shape for part in parts} == {(1, 24)} and {
+        part.layout.spans for part in parts
+    } == {whole.layout.spans}
 
 
 def test_ranks_that_do_not_divide_the_query_heads_are_refused(world):
-    with pytest.raises(ValueError, match=r"sp 3: does not divide the model's 4 query heads; choose one of \[1, 2, 4\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"sp 3: does not divide the model's 4 query heads; choose one of \[1, 2, 4\]",
+    ):
         shard(load_model(GOLDEN / "tied_tf5"), SimpleNamespace(sp=3), bf16=False)
 
 

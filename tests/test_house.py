@@ -1,12 +1,17 @@
-"""The rules of the house: who may import whom, where the network and torch.distributed are touched, and what is written nowhere.
+"""The rules of the house: who may import whom, where the network and torch.distributed are touched,
+and what is written nowhere.
 
-The source is parsed, never imported. Each rule is a function from parsed source to its offences, and is shown to find one.
+The source is parsed, never imported. Each rule is a function from parsed source to its offences,
+and is shown to find one.
 """
 
 import ast
+import io
 import re
 import sys
+import tokenize
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -15,12 +20,45 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ("train_sft", "train_igpo", "rollout", "eval")
 TOP = (*SCRIPTS, "venus.demo", "venus.bench")
 
-# A module may import from any lower level, and within its level what SAME_LEVEL names. Kernels see nothing of venus, nobody sees a script.
+# A module may import from any lower level, and within its level what SAME_LEVEL names. Kernels see
+# nothing of venus, nobody sees a script.
 LEVELS = {
-    0: ("cli", "jsonl", "trajectory", "protocol", "cache", "metrics", "stats", "chat_api", "http_calls", "record", "plot_svg", "pipeline", "verdicts", "draw"),
+    0: (
+        "cli",
+        "jsonl",
+        "trajectory",
+        "protocol",
+        "cache",
+        "metrics",
+        "stats",
+        "chat_api",
+        "http_calls",
+        "record",
+        "plot_svg",
+        "pipeline",
+        "verdicts",
+        "draw",
+    ),
     1: (
-        *("tokenizer", "attention", "cached_attention", "ragged_attention", "igpo", "plan", "tiny_model", "rows"),
-        *("tools", "tools.base", "tools.offline", "tools.web", "tools.pages", "tools.cassette", "tools.options"),
+        *(
+            "tokenizer",
+            "attention",
+            "cached_attention",
+            "ragged_attention",
+            "igpo",
+            "plan",
+            "tiny_model",
+            "rows",
+        ),
+        *(
+            "tools",
+            "tools.base",
+            "tools.offline",
+            "tools.web",
+            "tools.pages",
+            "tools.cassette",
+            "tools.options",
+        ),
     ),
     2: ("model", "world", "experts", "rewards", "batches", "observations", "benchmarks"),
     3: ("weights", "sampler", "decode_graph", "judge", "data", "info_gain", "align"),
@@ -28,31 +66,108 @@ LEVELS = {
     5: ("collect", "doctor", "figures", "report", "checkpoint", "updates", "clean", "training"),
     6: ("demo", "bench", "bench_clean", "bench_gpu", "bench_share", "bench_step", "bench_world"),
 }
-LEVEL = {f"venus.{name}": level for level, names in LEVELS.items() for name in names} | dict.fromkeys(SCRIPTS, 6) | {"venus": 0}
-SAME_LEVEL = {("venus.info_gain", "venus.weights"), ("venus.world", "venus.experts"), ("venus.trajectory", "venus.jsonl")}
+LEVEL = (
+    {f"venus.{name}": level for level, names in LEVELS.items() for name in names}
+    | dict.fromkeys(SCRIPTS, 6)
+    | {"venus": 0}
+)
+SAME_LEVEL = {
+    ("venus.info_gain", "venus.weights"),
+    ("venus.world", "venus.experts"),
+    ("venus.trajectory", "venus.jsonl"),
+}
 SAME_LEVEL |= {("venus.training", "venus.checkpoint"), ("venus.training", "venus.updates")}
 SAME_LEVEL |= {("venus.report", "venus.figures"), ("venus.analysis", "venus.grading")}
-SAME_LEVEL |= {("venus.attention", "venus.cached_attention"), ("venus.cached_attention", "venus.ragged_attention"), ("venus.sampler", "venus.decode_graph")}
-SAME_LEVEL |= {("venus.chat_api", "venus.http_calls"), *(("venus.bench", f"venus.bench_{part}") for part in ("clean", "gpu", "share", "step", "world"))}
+SAME_LEVEL |= {
+    ("venus.attention", "venus.cached_attention"),
+    ("venus.cached_attention", "venus.ragged_attention"),
+    ("venus.sampler", "venus.decode_graph"),
+}
+SAME_LEVEL |= {
+    ("venus.chat_api", "venus.http_calls"),
+    *(
+        ("venus.bench", f"venus.bench_{part}")
+        for part in ("clean", "gpu", "share", "step", "world")
+    ),
+}
 # Narrower than their level: the sampler never learns about tools, igpo is arithmetic on tensors.
-WALLS = {"venus.sampler": {"venus.model", "venus.cache", "venus.cached_attention", "venus.decode_graph", "venus.draw", "kernels.launch"}}
+WALLS = {
+    "venus.sampler": {
+        "venus.model",
+        "venus.cache",
+        "venus.cached_attention",
+        "venus.decode_graph",
+        "venus.draw",
+        "kernels.launch",
+    }
+}
 WALLS |= {"venus.igpo": {"venus.trajectory"}}
 
-# From a question to a gradient: the part to read.
-METHOD = (
-    *("train_sft", "train_igpo", "venus.trajectory", "venus.protocol", "venus.tokenizer", "venus.model", "venus.attention", "venus.cached_attention"),
-    *("venus.ragged_attention", "venus.cache", "venus.sampler", "venus.draw", "venus.agent", "venus.collect", "venus.info_gain", "venus.igpo"),
-    *("venus.rewards", "venus.batches", "venus.updates", "venus.parallel", "venus.training"),
-    *("kernels.cross_entropy", "kernels.gt_score", "kernels.paged_decode"),
+# Code tokens at most; bench is what times and tunes.
+CAPS = {"product": 104_200, "bench": 14_700, "tests": 173_700}
+NO_CODE = {
+    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
+    *(tokenize.ENCODING, tokenize.ENDMARKER),
+}
+FORMATTER_OFF = "# fmt" + ":"  # in two parts, so that this line is none of them
+
+# Functions that may pass the limit, each with its reason.
+LONG = dict.fromkeys(
+    [
+        "eval.print_summary",
+        "kernels.bench.cross_entropy_case",
+        "kernels.bench.gt_score_case",
+        "kernels.gt_score.plan_rows",
+        "kernels.gt_score.branch_attention",
+        "kernels.paged_decode.paged_decode",
+        "venus.analysis.summarise",
+        "venus.analysis._verdict_figures",
+        "venus.analysis.difference",
+        "venus.bench.ig",
+        "venus.bench.decode",
+        "venus.bench_gpu.decode",
+        "venus.bench_share.print_share",
+        "venus.bench_share.roll_out",
+        "venus.benchmarks.Benchmark.load",
+        "venus.cached_attention.CachedLayout.of",
+        "venus.checkpoint.save_checkpoint",
+        "venus.checkpoint.load_checkpoint",
+        "venus.collect.collect",
+        "venus.data.from_messages",
+        "venus.decoding.DecodingOptions.decoding_plan",
+        "venus.demo.main",
+        "venus.doctor.diagnose",
+        "venus.figures.tables",
+        "venus.grading.grade",
+        "venus.http_calls.exchange",
+        "venus.model.Qwen3Config.from_dict",
+        "venus.plot_svg.svg_curves",
+        "venus.sampler.Sampler.__init__",
+        "venus.training.TrainingRun.__init__",
+    ],
+    "was laid out at 160 columns, and is to be cut after the move",
 )
 
-NETWORK = ("requests", "urllib3", "urllib.request", "http", "socket", "ssl", "aiohttp", "httpx", "websockets", "ftplib", "smtplib")
+NETWORK = (
+    "requests",
+    "urllib3",
+    "urllib.request",
+    "http",
+    "socket",
+    "ssl",
+    "aiohttp",
+    "httpx",
+    "websockets",
+    "ftplib",
+    "smtplib",
+)
 MAY_USE_NETWORK = ("venus.http_calls",)
 MAY_USE_DISTRIBUTED = ("venus.parallel", "venus.checkpoint", *SCRIPTS)
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}  # of os
 KERNEL_PACKAGES = {"torch", "triton"}
 KERNEL_MEASUREMENT = ("kernels.bench", "kernels.tune")  # may import what they are compared with
-OPTIONAL = {"pyarrow", "matplotlib", "transformers", "tensorboard"}  # extras: imported where they are used, never on top of a module
+# extras: imported where they are used, never on top of a module
+OPTIONAL = {"pyarrow", "matplotlib", "transformers", "tensorboard"}
 
 
 def module_name(path):
@@ -67,20 +182,33 @@ def source_files():
 
 
 FILES = {module_name(path): path for path in source_files()}
-TREES = {name: ast.parse(path.read_text(encoding="utf-8"), str(path)) for name, path in FILES.items()}
+TREES = {
+    name: ast.parse(path.read_text(encoding="utf-8"), str(path)) for name, path in FILES.items()
+}
 MODULES = {*FILES, *LEVEL}
-SUBMODULES = {"torch.distributed", "urllib.request"}  # of other packages, which `from torch import distributed` reaches
+# of other packages, which `from torch import distributed` reaches
+SUBMODULES = {"torch.distributed", "urllib.request"}
 
 
 def imports(name, tree):
-    """List (full module name, line) of every import in the module, wherever it stands; `from a import b` is a.b when that is a module."""
+    """List (full module name, line) of every import in the module, wherever it stands; `from a
+    import b` is a.b when that is a module.
+    """
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found += [(alias.name, node.lineno) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            package = name.split(".") if FILES.get(name, Path()).name == "__init__.py" else name.split(".")[:-1]
-            base = ".".join([*package[: len(package) - node.level + 1], *filter(None, [node.module])]) if node.level else node.module
+            package = (
+                name.split(".")
+                if FILES.get(name, Path()).name == "__init__.py"
+                else name.split(".")[:-1]
+            )
+            base = (
+                ".".join([*package[: len(package) - node.level + 1], *filter(None, [node.module])])
+                if node.level
+                else node.module
+            )
             for alias in node.names:
                 full = f"{base}.{alias.name}"
                 found.append((full if full in MODULES or full in SUBMODULES else base, node.lineno))
@@ -124,32 +252,60 @@ def may_import(importer, target, *, command_line):
 
 def level_offences(name, tree):
     """Imports of our own modules that the levels forbid."""
-    ours = [(target, line) for target, line in imports(name, tree) if within(target, ("venus", "kernels", *SCRIPTS))]
+    ours = [
+        (target, line)
+        for target, line in imports(name, tree)
+        if within(target, ("venus", "kernels", *SCRIPTS))
+    ]
     command_line = has_command_line(tree)
-    return [f"{name}:{line} imports {target}" for target, line in ours if not may_import(name, target, command_line=command_line)]
+    return [
+        f"{name}:{line} imports {target}"
+        for target, line in ours
+        if not may_import(name, target, command_line=command_line)
+    ]
 
 
 def network_offences(name, tree):
     used = [(target, line) for target, line in imports(name, tree) if within(target, NETWORK)]
-    return [f"{name}:{line} imports {target}" for target, line in used if name not in MAY_USE_NETWORK]
+    return [
+        f"{name}:{line} imports {target}" for target, line in used if name not in MAY_USE_NETWORK
+    ]
 
 
 def distributed_offences(name, tree):
     """Imports of torch.distributed, and its use as an attribute of torch, which needs no import."""
     lines = [line for target, line in imports(name, tree) if within(target, ("torch.distributed",))]
-    lines += [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Attribute) and dotted(node) == "torch.distributed"]
-    return [f"{name}:{line} uses torch.distributed" for line in sorted(set(lines)) if name not in MAY_USE_DISTRIBUTED]
+    lines += [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and dotted(node) == "torch.distributed"
+    ]
+    return [
+        f"{name}:{line} uses torch.distributed"
+        for line in sorted(set(lines))
+        if name not in MAY_USE_DISTRIBUTED
+    ]
 
 
 def environment_offences(name, tree):
-    """Environment variables are no interface between modules: scripts read keys once and pass them on, and so does a module run as one."""
+    """Environment variables are no interface between modules: scripts read keys once and pass them
+    on, and so does a module run as one.
+    """
     if name in SCRIPTS:
         return []
     lines = []
     modules = [node for node in tree.body if not is_main_guard(node)]
     for node in (node for top in modules for node in ast.walk(top)):
-        attribute = isinstance(node, ast.Attribute) and node.attr in ENVIRONMENT and dotted(node.value) == "os"
-        imported = isinstance(node, ast.ImportFrom) and node.module == "os" and ENVIRONMENT & {alias.name for alias in node.names}
+        attribute = (
+            isinstance(node, ast.Attribute)
+            and node.attr in ENVIRONMENT
+            and dotted(node.value) == "os"
+        )
+        imported = (
+            isinstance(node, ast.ImportFrom)
+            and node.module == "os"
+            and ENVIRONMENT & {alias.name for alias in node.names}
+        )
         lines += [node.lineno] if attribute or imported else []
     return [f"{name}:{line} touches the environment" for line in lines]
 
@@ -164,22 +320,45 @@ def except_offences(name, tree):
     return offences
 
 
+def functions(name, tree):
+    """Yield (qualified name, node) of every function, methods as Class.method."""
+    for node in ast.walk(tree):
+        prefix = f"{name}.{node.name}." if isinstance(node, ast.ClassDef) else f"{name}."
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield prefix + child.name, child
+
+
 def length_offences(name, tree):
-    """Functions over 120 lines, kernels (triton.jit) over 80; decorators not counted."""
+    """Functions over 50 lines, mains and kernels (triton.jit) over 110, decorators not counted.
+    LONG names those that pass, with the reason; a reason that is no longer needed is an offence.
+    """
     offences = []
-    for node in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
-        limit = 80 if any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list) else 120
-        if node.end_lineno - node.lineno + 1 > limit:
-            offences.append(f"{name}:{node.lineno} {node.name} has {node.end_lineno - node.lineno + 1} lines, the limit is {limit}")
+    for full, node in functions(name, tree):
+        is_kernel = any("triton.jit" in ast.unparse(d) for d in node.decorator_list)
+        limit = 110 if is_kernel or node.name == "main" else 50
+        num_lines = node.end_lineno - node.lineno + 1
+        if num_lines > limit and full not in LONG:
+            offences.append(f"{full} has {num_lines} lines, the limit is {limit}")
+        elif num_lines <= limit and full in LONG:
+            offences.append(f"{full} has {num_lines} lines and needs no exception")
     return offences
 
 
 def package_offences(name, tree):
-    """Third-party imports that are no dependency, extras imported on top of a module, and anything but torch and triton in a kernel."""
+    """Third-party imports that are no dependency, extras imported on top of a module, and anything
+    but torch and triton in a kernel.
+    """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     runtime = {re.match(r"[\w-]+", requirement)[0] for requirement in project["dependencies"]}
-    extras = {re.match(r"[\w-]+", requirement)[0] for extra in project["optional-dependencies"].values() for requirement in extra}
-    assert extras & OPTIONAL | {"tensorboard"} == OPTIONAL, "OPTIONAL names a package that no extra installs"
+    extras = {
+        re.match(r"[\w-]+", requirement)[0]
+        for extra in project["optional-dependencies"].values()
+        for requirement in extra
+    }
+    assert extras & OPTIONAL | {"tensorboard"} == OPTIONAL, (
+        "OPTIONAL names a package that no extra installs"
+    )
     on_top = {node.lineno for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)}
     offences = []
     for target, line in imports(name, tree):
@@ -195,7 +374,15 @@ def package_offences(name, tree):
     return offences
 
 
-RULES = (level_offences, network_offences, distributed_offences, environment_offences, except_offences, length_offences, package_offences)
+RULES = (
+    level_offences,
+    network_offences,
+    distributed_offences,
+    environment_offences,
+    except_offences,
+    length_offences,
+    package_offences,
+)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -226,14 +413,31 @@ def test_the_source_keeps_the_rule(rule):
         (distributed_offences, "venus.model", "import torch.distributed as dist"),
         (distributed_offences, "venus.data", "from torch import distributed"),
         (distributed_offences, "venus.data", "from torch.distributed.fsdp import fully_shard"),
-        (distributed_offences, "venus.metrics", "import torch\nrank = torch.distributed.get_rank()"),
+        (
+            distributed_offences,
+            "venus.metrics",
+            "import torch\nrank = torch.distributed.get_rank()",
+        ),
         (environment_offences, "venus.chat_api", "import os\nkey = os.environ['KEY']"),
-        (environment_offences, "venus.clean", "import os\ndef main():\n    os.getenv('KEY')\nif __name__ == '__main__':\n    main()"),
+        (
+            environment_offences,
+            "venus.clean",
+            "import os\ndef main():\n    os.getenv('KEY')\nif __name__ == '__main__':\n    main()",
+        ),
         (environment_offences, "kernels.cross_entropy", "from os import getenv"),
         (except_offences, "eval", "try:\n    f()\nexcept:\n    pass"),
-        (except_offences, "venus.judge", "try:\n    f()\nexcept (ValueError, Exception):\n    pass"),
-        (length_offences, "eval", "def main():\n" + "    f()\n" * 120),
-        (length_offences, "kernels.cross_entropy", "@triton.jit\ndef kernel():\n" + "    f()\n" * 80),
+        (
+            except_offences,
+            "venus.judge",
+            "try:\n    f()\nexcept (ValueError, Exception):\n    pass",
+        ),
+        (length_offences, "eval", "def main():\n" + "    f()\n" * 110),
+        (length_offences, "venus.agent", "class Agent:\n    def run():\n" + "        f()\n" * 50),
+        (
+            length_offences,
+            "kernels.cross_entropy",
+            "@triton.jit\ndef kernel():\n" + "    f()\n" * 110,
+        ),
         (package_offences, "venus.data", "import pandas"),
         (package_offences, "venus.bench", "import transformers"),
         (package_offences, "kernels.cross_entropy", "import numpy"),
@@ -267,28 +471,76 @@ def test_every_module_has_a_level():
     assert [name for name in FILES if not within(name, ("kernels",)) and name not in LEVEL] == []
 
 
-def lines(names):
-    return sum(len(FILES[name].read_text(encoding="utf-8").splitlines()) for name in names)
+def code_tokens(source):
+    """Number of Python tokens without comments, docstrings, newlines and indents."""
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    docstrings = sum(
+        isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None
+        for node in ast.walk(ast.parse(source))
+    )
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return sum(token.type not in NO_CODE for token in tokens) - docstrings
 
 
-def test_the_method_can_be_read_in_an_afternoon():
-    """From a question to a gradient, docstrings included: what the README sends a reader to. A number that may not grow unnoticed."""
-    assert lines(METHOD) <= 5_200
+def test_comments_docstrings_and_line_breaks_are_no_code():
+    source = '"""A module."""\n\n# a comment\ndef f(x):\n    """A function."""\n    return x\n'
+    assert code_tokens(source) == len(["def", "f", "(", "x", ")", ":", "return", "x"])
 
 
-def test_the_whole_does_not_grow_unnoticed():
-    """The plan said 6,500 lines with everything; cleaning, the live web, evaluation with its report, and the benchmarks took twice their share."""
-    assert lines(FILES) <= 12_700
+def test_the_code_does_not_grow_unnoticed(capsys):
+    """Tokens and not lines: the formatter rules the width, and a cap on lines only buys density.
+    What times and tunes is counted apart. A cap is raised with the reason in the commit.
+    """
+    counts = Counter()
+    for path in [*FILES.values(), *(ROOT / "tests").rglob("*.py")]:
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        measures = "bench" in parts or re.fullmatch("bench(_.*)?|tune", parts[-1])
+        package = "/".join(parts[:-1][:2]) or "scripts"
+        group = "tests" if parts[0] == "tests" else "bench" if measures else "product"
+        counts[group, package] += code_tokens(path.read_text(encoding="utf-8"))
+    totals = {group: sum(n for (g, _), n in counts.items() if g == group) for group in CAPS}
+    with capsys.disabled():
+        print("\n\ncode tokens")
+        for group, cap in CAPS.items():
+            print(f"  {group:22} {totals[group]:>8,} of at most {cap:,}")
+            for (_, package), tokens in sorted(
+                item for item in counts.items() if item[0][0] == group
+            ):
+                print(f"    {package:20} {tokens:>8,}")
+    assert {group: total for group, total in totals.items() if total > CAPS[group]} == {}
+
+
+def test_few_lines_are_kept_from_the_formatter():
+    """Width is ruff's business, which `make lint` checks; what stays by hand says why."""
+    skips = [
+        path.name
+        for path in (*FILES.values(), *(ROOT / "tests").rglob("*.py"))
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if FORMATTER_OFF in line
+    ]
+    assert len(skips) <= 10
 
 
 def test_no_test_imports_a_script():
-    """Tests start the four scripts as a user does; an imported script grows an interface that others come to need."""
-    found = {path.name: imports(path.stem, ast.parse(path.read_text(encoding="utf-8"))) for path in (ROOT / "tests").rglob("*.py")}
-    assert [(test, target) for test, targets in found.items() for target, _ in targets if target in SCRIPTS] == []
+    """Tests start the four scripts as a user does; an imported script grows an interface that
+    others come to need.
+    """
+    found = {
+        path.name: imports(path.stem, ast.parse(path.read_text(encoding="utf-8")))
+        for path in (ROOT / "tests").rglob("*.py")
+    }
+    assert [
+        (test, target)
+        for test, targets in found.items()
+        for target, _ in targets
+        if target in SCRIPTS
+    ] == []
 
 
 def test_make_help_lists_every_target():
     """Each target has a ## comment, which is all that `make` prints."""
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    targets = set(re.search(r"^\.PHONY: (.*?) \$\(SCRIPTS\) FORCE$", makefile, re.M)[1].split()) | set(SCRIPTS)
+    targets = set(
+        re.search(r"^\.PHONY: (.*?) \$\(SCRIPTS\) FORCE$", makefile, re.M)[1].split()
+    ) | set(SCRIPTS)
     assert targets == set(re.findall(r"^([a-z_]+):.*## ", makefile, re.M))

@@ -1,8 +1,8 @@
-"""kill -9 at any moment: while loading, rolling out, updating, writing a checkpoint, between its renames, exporting. The next start goes on, and
-what comes out is what an undisturbed run gives.
+"""kill -9 at any moment: while loading, rolling out, updating, writing a checkpoint, between its
+renames, exporting. The next start goes on, and what comes out is what an undisturbed run gives.
 
-The moments are drawn from a seed, over the processor time (the clock depends on what else is running) of the undisturbed run. SFT saves every step,
-so that many of them hit a checkpoint.
+The moments are drawn from a seed, over the processor time (the clock depends on what else is
+running) of the undisturbed run. SFT saves every step, so that many of them hit a checkpoint.
 """
 
 import contextlib
@@ -24,23 +24,94 @@ from venus.weights import load_model
 
 pytestmark = pytest.mark.slow
 STEPS = 12  # of SFT
-PACKED = ("--info-gain", "packed")  # gains scored in the rollout differ in their last bit with the rollouts beside, and so after a resume
+# gains scored in the rollout differ in their last bit with the rollouts beside,
+# and so after a resume
+PACKED = ("--info-gain", "packed")
 
 
 def sft(world, output, *more):
-    words = ["train_sft.py", "--model", world / "model", "--data", world / "sft" / "few.jsonl", "--output", output, "--init", "random"]
-    return [*words, "--epochs", "40", "--batch-size", "6", "--lr", "0.02", "--save-every", "20", "--recompute", "off", *more]
+    words = [
+        "train_sft.py",
+        "--model",
+        world / "model",
+        "--data",
+        world / "sft" / "few.jsonl",
+        "--output",
+        output,
+        "--init",
+        "random",
+    ]
+    return [
+        *words,
+        "--epochs",
+        "40",
+        "--batch-size",
+        "6",
+        "--lr",
+        "0.02",
+        "--save-every",
+        "20",
+        "--recompute",
+        "off",
+        *more,
+    ]
 
 
 def short_sft(world, model, output):
     """From a trained model, so that a wrong resume shows in the weights."""
-    words = ["train_sft.py", "--model", model, "--data", world / "sft" / "few.jsonl", "--output", output, "--recompute", "off"]
-    return [*words, "--epochs", str(STEPS // 3), "--batch-size", "2", "--lr", "1e-3", "--save-every", "1"]
+    words = [
+        "train_sft.py",
+        "--model",
+        model,
+        "--data",
+        world / "sft" / "few.jsonl",
+        "--output",
+        output,
+        "--recompute",
+        "off",
+    ]
+    return [
+        *words,
+        "--epochs",
+        str(STEPS // 3),
+        "--batch-size",
+        "2",
+        "--lr",
+        "1e-3",
+        "--save-every",
+        "1",
+    ]
 
 
 def igpo(world, model, output):
-    words = ["train_igpo.py", "--model", model, "--questions", world / "questions" / "few.jsonl", "--output", output, *ROLLOUT, "--recompute", "off"]
-    return [*words, "--questions-per-step", "2", "--group-size", "3", "--steps", "4", "--updates", "2", "--lr", "1e-3", "--save-every", "2", *PACKED]
+    words = [
+        "train_igpo.py",
+        "--model",
+        model,
+        "--questions",
+        world / "questions" / "few.jsonl",
+        "--output",
+        output,
+        *ROLLOUT,
+        "--recompute",
+        "off",
+    ]
+    return [
+        *words,
+        "--questions-per-step",
+        "2",
+        "--group-size",
+        "3",
+        "--steps",
+        "4",
+        "--updates",
+        "2",
+        "--lr",
+        "1e-3",
+        "--save-every",
+        "2",
+        *PACKED,
+    ]
 
 
 def cpu_seconds(process):
@@ -53,7 +124,9 @@ def cpu_seconds(process):
 
 
 def run_until(forked, command, moment):
-    """Run a script and kill it hard at this much processor time; return its exit code and the time it had."""
+    """Run a script and kill it hard at this much processor time; return its exit code
+    and the time it had.
+    """
     process, used = forked.start(command), 0.0
     while (now := cpu_seconds(process)) is not None:
         used = now
@@ -67,11 +140,16 @@ def run_until(forked, command, moment):
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    """A server of processes, and an undisturbed run of either script with the processor time it took."""
+    """A server of processes, and an undisturbed run of either script with the
+    processor time it took.
+    """
     world, base = tiny_runs.tiny_world(tmp_path_factory), tmp_path_factory.mktemp("kill")
     with tiny_runs.Forked(base) as forked:
         forked.run(sft(world, base / "start"))
-        commands = {name: functools.partial(command, world, base / "start" / "model") for name, command in (("sft", short_sft), ("igpo", igpo))}
+        commands = {
+            name: functools.partial(command, world, base / "start" / "model")
+            for name, command in (("sft", short_sft), ("igpo", igpo))
+        }
         seconds = {}
         for name, command in commands.items():
             code, seconds[name] = run_until(forked, command(base / name / "run"), math.inf)
@@ -80,13 +158,19 @@ def ran(tmp_path_factory):
 
 
 def killed(ran, name, directory, kills, seed):
-    """Run a script, killed `kills` times at random moments, in fresh directories until so many were met; return the outputs of the runs."""
+    """Run a script, killed `kills` times at random moments, in fresh directories until so many were
+    met; return the outputs of the runs.
+    """
     draw, outputs = random.Random(f"{name} {seed}"), []
     while kills:
         outputs.append(directory / str(len(outputs)) / "run")
         code = None
         while code != 0:
-            code, _ = run_until(ran.forked, ran.commands[name](outputs[-1]), draw.uniform(0, ran.seconds[name]) if kills else math.inf)
+            code, _ = run_until(
+                ran.forked,
+                ran.commands[name](outputs[-1]),
+                draw.uniform(0, ran.seconds[name]) if kills else math.inf,
+            )
             assert code in (0, -signal.SIGKILL), ran.forked.log.read_text()[-3000:]
             kills -= code == -signal.SIGKILL
     return outputs
@@ -94,17 +178,28 @@ def killed(ran, name, directory, kills, seed):
 
 def same_weights(ours, theirs):
     """To 1e-6, though they should be equal to the bit: the same sums in the same order."""
-    for a, b in zip(load_model(ours / "model").parameters(), load_model(theirs / "model").parameters(), strict=True):
+    for a, b in zip(
+        load_model(ours / "model").parameters(),
+        load_model(theirs / "model").parameters(),
+        strict=True,
+    ):
         assert (a - b).abs().max() <= 1e-6
 
 
 def check_sft(ran, directory, kills, seed):
     for output in killed(ran, "sft", directory, kills, seed):
         same_weights(output, ran.base / "sft" / "run")
-        ours, theirs = read_rows(output / "metrics.jsonl"), read_rows(ran.base / "sft" / "run" / "metrics.jsonl")
-        assert [(row["step"], row["loss"]) for row in ours] == [(row["step"], row["loss"]) for row in theirs]
+        ours = read_rows(output / "metrics.jsonl")
+        theirs = read_rows(ran.base / "sft" / "run" / "metrics.jsonl")
+        assert [(row["step"], row["loss"]) for row in ours] == [
+            (row["step"], row["loss"]) for row in theirs
+        ]
         assert len(ours) == STEPS
-        assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["latest", f"step_{STEPS - 1}", f"step_{STEPS}"]
+        assert sorted(path.name for path in (output / "checkpoints").iterdir()) == [
+            "latest",
+            f"step_{STEPS - 1}",
+            f"step_{STEPS}",
+        ]
 
 
 def check_igpo(ran, directory, kills, seed):
@@ -112,8 +207,13 @@ def check_igpo(ran, directory, kills, seed):
         same_weights(output, ran.base / "igpo" / "run")
         for step in range(4):
             name = f"step_{step:05d}.jsonl"
-            ours, theirs = (read_trajectories(path / "rollouts" / name) for path in (output, ran.base / "igpo" / "run"))
-            assert [(t.key, t.token_ids, t.outcome, t.turns) for t in ours] == [(t.key, t.token_ids, t.outcome, t.turns) for t in theirs]
+            ours, theirs = (
+                read_trajectories(path / "rollouts" / name)
+                for path in (output, ran.base / "igpo" / "run")
+            )
+            assert [(t.key, t.token_ids, t.outcome, t.turns) for t in ours] == [
+                (t.key, t.token_ids, t.outcome, t.turns) for t in theirs
+            ]
             assert len(ours) == 6
         assert len(list((output / "rollouts").iterdir())) == 4
 

@@ -28,14 +28,24 @@ def test_a_row_can_be_read_as_soon_as_it_is_logged(tmp_path):
 
 def test_non_finite_numbers_are_null_and_named(tmp_path):
     logger = MetricsLogger(tmp_path)
-    logger.log(3, {"loss": float("nan"), "kl": 0.0, "by_turn": [1.0, float("inf")], "phase": {"s": -float("inf")}})
+    logger.log(
+        3,
+        {
+            "loss": float("nan"),
+            "kl": 0.0,
+            "by_turn": [1.0, float("inf")],
+            "phase": {"s": -float("inf")},
+        },
+    )
     logger.close()
     expected = {"step": 3, "loss": None, "kl": 0.0, "by_turn": [1.0, None], "phase": {"s": None}}
     assert rows(tmp_path) == [expected | {"non_finite": ["loss", "by_turn.1", "phase.s"]}]
 
 
 def test_resuming_drops_the_rows_that_will_be_logged_again(tmp_path):
-    """A run killed at step 5 whose last checkpoint is of step 3 logs 3 and 4 again: without the cut both would count twice."""
+    """A run killed at step 5 whose last checkpoint is of step 3 logs 3 and 4 again: without the cut
+    both would count twice.
+    """
     log_steps(tmp_path, range(5))
     log_steps(tmp_path, range(3, 6), start_step=3)
     assert [row["step"] for row in rows(tmp_path)] == [0, 1, 2, 3, 4, 5]
@@ -88,14 +98,18 @@ def test_the_loggers_own_keys_cannot_be_overwritten(tmp_path):
     logger.close()
 
 
-@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is not None, reason="tensorboard is installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("tensorboard") is not None, reason="tensorboard is installed"
+)
 def test_tensorboard_asked_for_but_missing_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="pip install tensorboard"):
         MetricsLogger(tmp_path, tensorboard=True)
 
 
 def test_tensorboard_gets_every_scalar(tmp_path):
-    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    event_accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    )
     logger = MetricsLogger(tmp_path, tensorboard=True)
     logger.log(0, {"loss": 2.0, "by_turn": [1.0]})
     logger.log(1, {"loss": 1.0})

@@ -15,7 +15,10 @@ def draw(tmp_path, xs, ys, title="title"):
 
 
 def points(root):
-    return [tuple(map(float, pair.split(","))) for pair in root.find(f"{SVG}polyline").get("points").split()]
+    return [
+        tuple(map(float, pair.split(",")))
+        for pair in root.find(f"{SVG}polyline").get("points").split()
+    ]
 
 
 @pytest.mark.parametrize(
@@ -28,7 +31,8 @@ def points(root):
     ],
 )
 def test_ticks_are_round_numbers_that_cover_the_range(low, high, ticks):
-    assert nice_ticks(low, high) == pytest.approx(ticks, abs=1e-12)  # multiples of 0.2 are off by one rounding
+    # multiples of 0.2 are off by one rounding
+    assert nice_ticks(low, high) == pytest.approx(ticks, abs=1e-12)
 
 
 def test_what_is_counted_has_whole_ticks(tmp_path):
@@ -50,11 +54,17 @@ def test_a_constant_lies_strictly_inside_its_ticks(value):
 
 def test_the_points_lie_at_their_share_of_the_axes(tmp_path):
     """The plot area is x 70..620, y 304..44 (up), the ticks 0..10 and 0..1."""
-    assert points(draw(tmp_path, [0, 5, 10], [0.0, 0.5, 1.0])) == [(70.0, 304.0), (345.0, 174.0), (620.0, 44.0)]
+    assert points(draw(tmp_path, [0, 5, 10], [0.0, 0.5, 1.0])) == [
+        (70.0, 304.0),
+        (345.0, 174.0),
+        (620.0, 44.0),
+    ]
 
 
 def test_labels_are_escaped_and_present(tmp_path):
-    texts = [node.text for node in draw(tmp_path, [0, 1], [0, 1], title="a < b & c").iter(f"{SVG}text")]
+    texts = [
+        node.text for node in draw(tmp_path, [0, 1], [0, 1], title="a < b & c").iter(f"{SVG}text")
+    ]
     assert {"a < b & c", "step", "success", "0.6"} <= set(texts)
 
 
@@ -69,19 +79,37 @@ def test_a_single_point_can_be_drawn(tmp_path):
     assert points(draw(tmp_path, [3], [0.5])) == [(pytest.approx(345.0), pytest.approx(174.0))]
 
 
-@pytest.mark.parametrize(("xs", "ys"), [([], []), ([1, 2], [1]), ([1], [float("nan")]), ([float("inf")], [1])])
+@pytest.mark.parametrize(
+    ("xs", "ys"), [([], []), ([1, 2], [1]), ([1], [float("nan")]), ([float("inf")], [1])]
+)
 def test_points_that_cannot_be_drawn_are_an_error(tmp_path, xs, ys):
     with pytest.raises(ValueError, match="the curve 'title'"):
         draw(tmp_path, xs, ys)
 
 
 def test_several_curves_share_the_axes_and_their_names_stand_above_the_plot():
-    """Two names take 32 pixels: the plot area is y 304..76 then, and a filled curve reaches down to 304."""
-    curves = [Curve([0, 10], [0.0, 0.5], "a < b"), Curve([0, 5], [0.5, 1.0], "c", color=1, dashed=True, filled=True)]
+    """Two names take 32 pixels: the plot area is y 304..76 then, and a filled curve
+    reaches down to 304.
+    """
+    curves = [
+        Curve([0, 10], [0.0, 0.5], "a < b"),
+        Curve([0, 5], [0.5, 1.0], "c", color=1, dashed=True, filled=True),
+    ]
     root = ET.fromstring(svg_curves(curves, "title", "k", "%"))
     lines = root.findall(f"{SVG}polyline")
-    assert [line.get("points") for line in lines] == ["70.0,304.0 620.0,190.0", "70.0,190.0 345.0,76.0"]
-    assert [line.get("stroke-dasharray") for line in lines] == [None, "5 4"] and [line.get("class") for line in lines] == ["line s0", "line s1"]
-    assert [path.get("d") for path in root.findall(f"{SVG}path") if path.get("fill-opacity")] == ["M70.0 304 L70.0,190.0 345.0,76.0 L345.0 304 Z"]
-    names = {node.text: float(node.get("y")) for node in root.iter(f"{SVG}text") if node.text in ("a < b", "c")}
+    assert [line.get("points") for line in lines] == [
+        "70.0,304.0 620.0,190.0",
+        "70.0,190.0 345.0,76.0",
+    ]
+    assert [line.get("stroke-dasharray") for line in lines] == [None, "5 4"] and [
+        line.get("class") for line in lines
+    ] == ["line s0", "line s1"]
+    assert [path.get("d") for path in root.findall(f"{SVG}path") if path.get("fill-opacity")] == [
+        "M70.0 304 L70.0,190.0 345.0,76.0 L345.0 304 Z"
+    ]
+    names = {
+        node.text: float(node.get("y"))
+        for node in root.iter(f"{SVG}text")
+        if node.text in ("a < b", "c")
+    }
     assert names == {"a < b": 48.0, "c": 64.0}

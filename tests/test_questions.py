@@ -1,4 +1,6 @@
-"""`python -m venus.data questions`: question sets of three forms become ours. `rows`: where they and all other rows are read from."""
+"""`python -m venus.data questions`: question sets of three forms become ours. `rows`: where they
+and all other rows are read from.
+"""
 
 import json
 from pathlib import Path
@@ -11,15 +13,26 @@ from venus.trajectory import read_questions
 
 REDSEARCHER = {"problem": "Who?", "answer": "Bo", "difficulty": "easy"}
 RELEASED = {
-    "data_source": "2wiki", "prompt": [{"role": "user", "content": "Where?"}], "ability": "qa",
-    "reward_model": {"ground_truth": "Rome<|answer_split|>Roma", "style": "rule"}, "extra_info": {"index": 3, "split": "test"},
-}  # fmt: skip
-OURS = {"id": "a", "question": "When?", "ground_truth": ["1", "one"], "corpus": "pages/c.jsonl", "meta": {"hops": 2}}
+    "data_source": "2wiki",
+    "prompt": [{"role": "user", "content": "Where?"}],
+    "ability": "qa",
+    "reward_model": {"ground_truth": "Rome<|answer_split|>Roma", "style": "rule"},
+    "extra_info": {"index": 3, "split": "test"},
+}
+OURS = {
+    "id": "a",
+    "question": "When?",
+    "ground_truth": ["1", "one"],
+    "corpus": "pages/c.jsonl",
+    "meta": {"hops": 2},
+}
 
 
 def convert(tmp_path, *rows, suffix=".jsonl"):
     source = tmp_path / f"in{suffix}"
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows) if suffix == ".jsonl" else json.dumps(rows))
+    source.write_text(
+        "".join(json.dumps(row) + "\n" for row in rows) if suffix == ".jsonl" else json.dumps(rows)
+    )
     data.main(["questions", str(source), "--output", str(tmp_path / "out.jsonl")])
     return read_questions(tmp_path / "out.jsonl")
 
@@ -27,10 +40,24 @@ def convert(tmp_path, *rows, suffix=".jsonl"):
 @pytest.mark.parametrize("suffix", [".jsonl", ".json"])
 def test_all_three_forms_become_ours_in_order(tmp_path, suffix):
     first, second, third = convert(tmp_path, REDSEARCHER, RELEASED, OURS, suffix=suffix)
-    assert (first.id, first.question, first.ground_truth, first.meta) == ("in-00000", "Who?", ("Bo",), {"difficulty": "easy"})
-    assert (second.id, second.question, second.ground_truth) == ("in-00001", "Where?", ("Rome", "Roma"))
+    assert (first.id, first.question, first.ground_truth, first.meta) == (
+        "in-00000",
+        "Who?",
+        ("Bo",),
+        {"difficulty": "easy"},
+    )
+    assert (second.id, second.question, second.ground_truth) == (
+        "in-00001",
+        "Where?",
+        ("Rome", "Roma"),
+    )
     assert second.meta == {key: RELEASED[key] for key in ("data_source", "ability", "extra_info")}
-    assert (third.id, third.question, third.ground_truth, third.meta) == ("a", "When?", ("1", "one"), {"hops": 2})
+    assert (third.id, third.question, third.ground_truth, third.meta) == (
+        "a",
+        "When?",
+        ("1", "one"),
+        {"hops": 2},
+    )
 
 
 def test_the_released_parquet_is_read(tmp_path):
@@ -39,15 +66,23 @@ def test_the_released_parquet_is_read(tmp_path):
 
     rows = [RELEASED, {**RELEASED, "reward_model": {"ground_truth": "Oslo", "style": "rule"}}]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "test.parquet")
-    data.main(["questions", str(tmp_path / "test.parquet"), "--output", str(tmp_path / "out.jsonl")])
-    assert [q.ground_truth for q in read_questions(tmp_path / "out.jsonl")] == [("Rome", "Roma"), ("Oslo",)]
+    data.main(
+        ["questions", str(tmp_path / "test.parquet"), "--output", str(tmp_path / "out.jsonl")]
+    )
+    assert [q.ground_truth for q in read_questions(tmp_path / "out.jsonl")] == [
+        ("Rome", "Roma"),
+        ("Oslo",),
+    ]
 
 
 def test_a_corpus_path_stays_that_of_the_same_file(tmp_path):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "q.jsonl").write_text(json.dumps(OURS) + "\n")
     data.main(["questions", str(tmp_path / "in"), "--output", str(tmp_path / "out.jsonl")])
-    assert Path(read_questions(tmp_path / "out.jsonl")[0].corpus) == tmp_path / "in" / "pages" / "c.jsonl"
+    assert (
+        Path(read_questions(tmp_path / "out.jsonl")[0].corpus)
+        == tmp_path / "in" / "pages" / "c.jsonl"
+    )
 
 
 def test_what_was_written_converts_to_itself(tmp_path):
@@ -81,11 +116,16 @@ def test_accepted_answers_are_split_and_stripped(answer, aliases):
         ({"answer": "Bo"}, "in.jsonl:1: field 'question' cannot be 'None'"),
         ({**RELEASED, "prompt": None}, "in.jsonl:1: field 'question' cannot be 'None'"),
         ({**RELEASED, "reward_model": None}, "in.jsonl:1: field 'ground_truth' must be"),
-        ({"question": "Who?", "ground_truth": ["Bo"], "hops": 2}, "in.jsonl:1: unknown field 'hops'"),
+        (
+            {"question": "Who?", "ground_truth": ["Bo"], "hops": 2},
+            "in.jsonl:1: unknown field 'hops'",
+        ),
         ([], "in.jsonl:1: a row must be a JSON object"),
     ],
 )
-def test_a_bad_question_is_one_line_with_its_place_and_nothing_is_written(tmp_path, capsys, row, message):
+def test_a_bad_question_is_one_line_with_its_place_and_nothing_is_written(
+    tmp_path, capsys, row, message
+):
     with pytest.raises(SystemExit) as exit_code:
         convert(tmp_path, row)
     printed = capsys.readouterr().err
@@ -94,7 +134,10 @@ def test_a_bad_question_is_one_line_with_its_place_and_nothing_is_written(tmp_pa
 
 
 def test_ids_that_meet_and_empty_files_are_errors(tmp_path, capsys):
-    for rows, message in (((OURS, OURS), "in.jsonl:2: id 'a' occurs twice"), ((), "no questions in the input")):
+    for rows, message in (
+        ((OURS, OURS), "in.jsonl:2: id 'a' occurs twice"),
+        ((), "no questions in the input"),
+    ):
         with pytest.raises(SystemExit):
             convert(tmp_path, *rows)
         assert message in capsys.readouterr().err
@@ -115,11 +158,19 @@ def test_raw_rows_hands_out_what_rows_of_would_stop_at(tmp_path):
     (tmp_path / "r.jsonl").write_bytes(b'{"a": 1}\n\n{broken\n[1]')
     (tmp_path / "one.json").write_bytes(b' {"a": 1,\n]')
     (tmp_path / "list.json").write_bytes(b' [{"a": 1}, 2]')
-    rows = [(where.rpartition("/")[2], row) for file in row_files(tmp_path) for where, row in raw_rows(file)]
+    rows = [
+        (where.rpartition("/")[2], row)
+        for file in row_files(tmp_path)
+        for where, row in raw_rows(file)
+    ]
     assert rows == [
-        ("list.json[0]", {"a": 1}), ("list.json[1]", 2), ("one.json:1", b' {"a": 1,\n]'),
-        ("r.jsonl:1", b'{"a": 1}\n'), ("r.jsonl:3", b"{broken\n"), ("r.jsonl:4", b"[1]"),
-    ]  # fmt: skip
+        ("list.json[0]", {"a": 1}),
+        ("list.json[1]", 2),
+        ("one.json:1", b' {"a": 1,\n]'),
+        ("r.jsonl:1", b'{"a": 1}\n'),
+        ("r.jsonl:3", b"{broken\n"),
+        ("r.jsonl:4", b"[1]"),
+    ]
     with pytest.raises(ValueError, match=r"one.json:2: not JSON"):
         list(rows_of(tmp_path / "one.json"))
     with pytest.raises(ValueError, match="x:1: not JSON"):

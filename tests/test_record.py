@@ -22,7 +22,9 @@ class ExampleConfig:
 
 def git(directory, *args):
     identity = ["-c", "user.name=t", "-c", "user.email=t@example.com"]
-    return subprocess.run(["git", "-C", str(directory), *identity, *args], capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        ["git", "-C", str(directory), *identity, *args], capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 @pytest.fixture
@@ -42,10 +44,24 @@ def test_the_saved_record_is_the_returned_one(tmp_path):
 def test_the_record_holds_config_seed_versions_argv_machine_and_extras(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "--seed", "3"])
     record = save_run(ExampleConfig(), tmp_path, world_size=2)
-    assert record["config"] == {"lr": 1e-5, "seed": 3, "files": ["a", "b"], "max_tokens": 8, "judge_api_key": None}
-    assert (record["seed"], record["argv"], record["world_size"]) == (3, ["train.py", "--seed", "3"], 2)
+    assert record["config"] == {
+        "lr": 1e-5,
+        "seed": 3,
+        "files": ["a", "b"],
+        "max_tokens": 8,
+        "judge_api_key": None,
+    }
+    assert (record["seed"], record["argv"], record["world_size"]) == (
+        3,
+        ["train.py", "--seed", "3"],
+        2,
+    )
     assert record["versions"]["python"] == "{}.{}.{}".format(*sys.version_info)
-    assert record["versions"]["torch"] and record["platform"]["cores"] >= 1 and record["platform"]["cpu"]
+    assert (
+        record["versions"]["torch"]
+        and record["platform"]["cores"] >= 1
+        and record["platform"]["cpu"]
+    )
 
 
 def test_secrets_reach_neither_the_file_nor_the_screen(tmp_path, monkeypatch, capsys):
@@ -75,7 +91,9 @@ def test_a_changed_or_a_new_file_makes_the_checkout_dirty(checkout, name):
 
 
 def test_a_directory_below_another_projects_checkout_has_no_commit(checkout):
-    """A copy installed in a virtual environment inside some repository would otherwise record that repository's commit."""
+    """A copy installed in a virtual environment inside some repository would otherwise record that
+    repository's commit.
+    """
     (checkout / "sub").mkdir()
     assert git_state(checkout / "sub") is None
 

@@ -2,7 +2,14 @@
 
 import pytest
 
-from venus.rewards import answer_tokens, exact_match, f1_score, format_valid_share, normalize_answer, outcome_of
+from venus.rewards import (
+    answer_tokens,
+    exact_match,
+    f1_score,
+    format_valid_share,
+    normalize_answer,
+    outcome_of,
+)
 from venus.trajectory import Outcome, Trajectory, Turn
 
 # prediction, gold, exact match, multiset F1 (SQuAD normal form)
@@ -23,7 +30,9 @@ def test_exact_match_vectors(prediction, gold, em):
     assert exact_match(prediction, [gold]) == em
 
 
-@pytest.mark.parametrize(("prediction", "gold", "f1"), [(row[0], row[1], row[3]) for row in VECTORS])
+@pytest.mark.parametrize(
+    ("prediction", "gold", "f1"), [(row[0], row[1], row[3]) for row in VECTORS]
+)
 def test_multiset_f1_vectors(prediction, gold, f1):
     assert f1_score(prediction, [gold]) == pytest.approx(f1, abs=1e-12)
 
@@ -38,7 +47,10 @@ def test_article_inside_a_word_stays():
 
 def test_best_alias_counts():
     """IGPO's in-place edit of the aliases left the training reward with the first one only."""
-    assert [score("NYC", ["New York City", "NYC"]) for score in (exact_match, f1_score)] == [1.0, 1.0]
+    assert [score("NYC", ["New York City", "NYC"]) for score in (exact_match, f1_score)] == [
+        1.0,
+        1.0,
+    ]
 
 
 @pytest.mark.parametrize("score", [exact_match, f1_score])
@@ -47,17 +59,32 @@ def test_no_answer_earns_nothing(score):
 
 
 def test_f1_cuts_chinese_into_characters():
-    """SQuAD's tokens are cut at spaces: "北京大学" would be one token and "北京" wrong altogether. P = 2/2, R = 2/4, F1 = 2/3."""
+    """SQuAD's tokens are cut at spaces: "北京大学" would be one token and "北京" wrong altogether.
+    P = 2/2, R = 2/4, F1 = 2/3.
+    """
     assert f1_score("北京", ["北京大学"]) == pytest.approx(2 / 3, abs=1e-12)
 
 
 def test_tokens_of_mixed_text():
-    assert answer_tokens("東京タワー opened in 1958年, 서울 타워") == [*"東京タワー", "opened", "in", "1958", "年", "서울", "타워"]
+    assert answer_tokens("東京タワー opened in 1958年, 서울 타워") == [
+        *"東京タワー",
+        "opened",
+        "in",
+        "1958",
+        "年",
+        "서울",
+        "타워",
+    ]
 
 
-@pytest.mark.parametrize(("prediction", "gold", "expected"), [("the", "A", 0.0), ("?!", "A", 0.0), (" a ", "A", 1.0), ("", "The", 0.0)])
+@pytest.mark.parametrize(
+    ("prediction", "gold", "expected"),
+    [("the", "A", 0.0), ("?!", "A", 0.0), (" a ", "A", 1.0), ("", "The", 0.0)],
+)
 def test_gold_that_normalises_to_nothing_is_compared_as_written(prediction, gold, expected):
-    """The normal form of "A" is empty, and so is that of "the" or "?!": an empty answer would be exactly right."""
+    """The normal form of "A" is empty, and so is that of "the" or "?!": an empty answer
+    would be exactly right.
+    """
     assert exact_match(prediction, [gold]) == f1_score(prediction, [gold]) == expected
 
 
@@ -76,14 +103,32 @@ def test_outcome_by_kind(kind, value):
 @pytest.mark.parametrize(
     ("prediction", "alias", "score"),
     [
-        ("17", "17", 1), ("$1,234.50", "1234.5", 1), (" 17 % ", "17", 1), ("-5", "5", 0), ("seventeen", "17", 0), ("", "17", 0), ("1e3", "1000", 1),
-        ("rome; OSLO", "Rome, Oslo", 1), ("Oslo, Rome", "Rome, Oslo", 0), ("Rome", "Rome, Oslo", 0), ("1.0, two", "1;Two", 1), ("1, 3", "1, 2", 0),
-        ("St Peters burg!", "St. Petersburg", 1), ("Saint Petersburg", "St. Petersburg", 0), ("St Petersburg, Oslo", "St. Petersburg, Oslo", 0),
-        ("1234", "1,234", 0), ("inf", "inf", 1), ("inf", "7", 0), ("nan", "nan", 1), (None, "17", 0),
+        ("17", "17", 1),
+        ("$1,234.50", "1234.5", 1),
+        (" 17 % ", "17", 1),
+        ("-5", "5", 0),
+        ("seventeen", "17", 0),
+        ("", "17", 0),
+        ("1e3", "1000", 1),
+        ("rome; OSLO", "Rome, Oslo", 1),
+        ("Oslo, Rome", "Rome, Oslo", 0),
+        ("Rome", "Rome, Oslo", 0),
+        ("1.0, two", "1;Two", 1),
+        ("1, 3", "1, 2", 0),
+        ("St Peters burg!", "St. Petersburg", 1),
+        ("Saint Petersburg", "St. Petersburg", 0),
+        ("St Petersburg, Oslo", "St. Petersburg, Oslo", 0),
+        ("1234", "1,234", 0),
+        ("inf", "inf", 1),
+        ("inf", "7", 0),
+        ("nan", "nan", 1),
+        (None, "17", 0),
     ],
-)  # fmt: skip
+)
 def test_gaias_quasi_exact_match_goes_by_the_form_of_the_alias(prediction, alias, score):
-    """A number, a list (in order, punctuation kept) or text. A thousands comma in the alias makes a list of it, as in GAIA's scorer."""
+    """A number, a list (in order, punctuation kept) or text. A thousands comma in the alias makes a
+    list of it, as in GAIA's scorer.
+    """
     assert outcome_of(prediction, [alias], "gaia") == score
 
 
@@ -93,14 +138,36 @@ def test_unknown_outcome_kind_is_named():
 
 
 def trajectory(*actions):
-    turns = [Turn(2 + t, 3 + t, 3 + t, action, None, None, format_ok=action != "malformed") for t, action in enumerate(actions)]
+    turns = [
+        Turn(2 + t, 3 + t, 3 + t, action, None, None, format_ok=action != "malformed")
+        for t, action in enumerate(actions)
+    ]
     stop = "answered" if turns else "model_error"
-    return Trajectory("run", "q", 0, 0, "?", ("x",), 2, [0] * (2 + len(turns)), [], turns, None, Outcome(0.0, "ok"), stop, {}, {})
+    return Trajectory(
+        "run",
+        "q",
+        0,
+        0,
+        "?",
+        ("x",),
+        2,
+        [0] * (2 + len(turns)),
+        [],
+        turns,
+        None,
+        Outcome(0.0, "ok"),
+        stop,
+        {},
+        {},
+    )
 
 
 def test_format_share_counts_every_turn_once():
     """3 of 4 turns, not the mean 5/6 of the trajectories' own shares."""
-    assert format_valid_share([trajectory("search", "malformed", "answer"), trajectory("answer")]) == 0.75
+    assert (
+        format_valid_share([trajectory("search", "malformed", "answer"), trajectory("answer")])
+        == 0.75
+    )
 
 
 def test_format_share_of_no_turn_is_absent():

@@ -9,12 +9,27 @@ from venus.trajectory import Outcome, Question, Trajectory, Turn, read_questions
 
 def make(**changes) -> Trajectory:
     """Prompt of 3, search [3, 5) with observation [5, 8), answer [8, 10)."""
-    turns = [Turn(3, 5, 8, "search", "ok", {"query": ["a"]}, info_gain=0.0), Turn(8, 10, 10, "answer", None, None)]
+    turns = [
+        Turn(3, 5, 8, "search", "ok", {"query": ["a"]}, info_gain=0.0),
+        Turn(8, 10, 10, "answer", None, None),
+    ]
     values = dict(
-        run="r", question_id="q", sample=1, seed=7, question="Q?", ground_truth=("a", "b"), prompt_len=3, token_ids=list(range(10)),
-        log_probs=[-0.5, -1.0, -0.25, 0.0], turns=turns, prediction="a", outcome=Outcome(1.0, "ok"), stop_reason="answered",
-        seconds={"model": 0.5, "tool": 0.0}, manifest={"v": 1},
-    )  # fmt: skip
+        run="r",
+        question_id="q",
+        sample=1,
+        seed=7,
+        question="Q?",
+        ground_truth=("a", "b"),
+        prompt_len=3,
+        token_ids=list(range(10)),
+        log_probs=[-0.5, -1.0, -0.25, 0.0],
+        turns=turns,
+        prediction="a",
+        outcome=Outcome(1.0, "ok"),
+        stop_reason="answered",
+        seconds={"model": 0.5, "tool": 0.0},
+        manifest={"v": 1},
+    )
     return Trajectory(**{**values, **changes})
 
 
@@ -35,10 +50,14 @@ def test_a_trajectory_survives_jsonl_unchanged_and_a_gain_of_zero_stays_zero(tmp
 
 @needs_data
 def test_sampled_ids_are_never_decoded_and_encoded_again(tmp_path):
-    """trl 5224, verl 6719: a policy that samples hel + lo was trained on the one token hello, whose log-prob nobody had recorded."""
+    """trl 5224, verl 6719: a policy that samples hel + lo was trained on the one token hello, whose
+    log-prob nobody had recorded.
+    """
     assert qwen().decode([49122, 385]) == "hello" and qwen().encode("hello") == [14990]
     ids = [151644, 49122, 385, 151645]
-    sampled = make(prompt_len=1, token_ids=ids, log_probs=[], turns=[Turn(1, 4, 4, "answer", None, None)])
+    sampled = make(
+        prompt_len=1, token_ids=ids, log_probs=[], turns=[Turn(1, 4, 4, "answer", None, None)]
+    )
     write_jsonl(tmp_path / "t.jsonl", [sampled.to_json()])
     (read,) = read_trajectories(tmp_path / "t.jsonl")
     assert read.token_ids == ids and read.sampled_mask() == [0, 1, 1, 1]
@@ -46,11 +65,16 @@ def test_sampled_ids_are_never_decoded_and_encoded_again(tmp_path):
 
 @needs_data
 def test_a_turn_that_ends_inside_a_token_of_the_stop_string_keeps_that_token(tmp_path):
-    """Engines cut a stop string out of the text; re-encoding what is left gives another last id (`>` for `>` + newline)."""
+    """Engines cut a stop string out of the text; re-encoding what is left gives another last id
+    (`>` for `>` + newline).
+    """
     sampled = qwen().encode("<answer>x</answer>\n")
     assert qwen().encode("<answer>x</answer>")[-1] != sampled[-1]
     turns = [Turn(1, 1 + len(sampled), 1 + len(sampled), "answer", None, None)]
-    write_jsonl(tmp_path / "t.jsonl", [make(prompt_len=1, token_ids=[0, *sampled], log_probs=[], turns=turns).to_json()])
+    write_jsonl(
+        tmp_path / "t.jsonl",
+        [make(prompt_len=1, token_ids=[0, *sampled], log_probs=[], turns=turns).to_json()],
+    )
     assert read_trajectories(tmp_path / "t.jsonl")[0].token_ids[1:] == sampled
 
 
@@ -62,7 +86,10 @@ def test_a_turn_that_ends_inside_a_token_of_the_stop_string_keeps_that_token(tmp
         ({"log_probs": [-1.0]}, "1 log_probs for 4 sampled tokens"),
         ({"log_probs": [float("nan")] * 4}, "is nan"),
         ({"stop_reason": "tired"}, "stop_reason 'tired'"),
-        ({"turns": [], "token_ids": [0, 1, 2], "log_probs": []}, "no turns, but stop_reason is answered"),
+        (
+            {"turns": [], "token_ids": [0, 1, 2], "log_probs": []},
+            "no turns, but stop_reason is answered",
+        ),
     ],
 )
 def test_a_broken_trajectory_cannot_be_made(changes, message):
@@ -76,7 +103,10 @@ def test_a_gap_between_turns_cannot_be_made():
 
 
 def test_a_failed_model_may_leave_no_turn():
-    assert make(turns=[], token_ids=[0, 1, 2], log_probs=[], stop_reason="model_error").num_sampled == 0
+    assert (
+        make(turns=[], token_ids=[0, 1, 2], log_probs=[], stop_reason="model_error").num_sampled
+        == 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -112,7 +142,10 @@ def test_a_bad_trajectory_row_is_an_error_with_file_and_line(tmp_path, changes, 
 
 def test_a_corpus_path_is_relative_to_its_question_file(tmp_path):
     (tmp_path / "questions").mkdir()
-    write_jsonl(tmp_path / "questions" / "q.jsonl", [question(corpus="../corpora/c.jsonl", ground_truth="a")])
+    write_jsonl(
+        tmp_path / "questions" / "q.jsonl",
+        [question(corpus="../corpora/c.jsonl", ground_truth="a")],
+    )
     (read,) = read_questions(tmp_path / "questions" / "q.jsonl")
     assert read == Question("q", "Q?", ("a",), str(tmp_path / "corpora" / "c.jsonl"))
 
@@ -147,9 +180,14 @@ def test_a_malformed_row_is_an_error_with_file_and_line(tmp_path):
         list(read_jsonl(tmp_path / "r.jsonl", torn_tail=True))
 
 
-@pytest.mark.parametrize("tail", [b'{"n": 2, "te', b'{"n": 2}', b'{"n": "\xc3', b'{"n": 2, \n', b"\x00\x00\x00", b"[2]\n"])
+@pytest.mark.parametrize(
+    "tail",
+    [b'{"n": 2, "te', b'{"n": 2}', b'{"n": "\xc3', b'{"n": 2, \n', b"\x00\x00\x00", b"[2]\n"],
+)
 def test_a_torn_last_row_is_skipped_cut_off_and_written_again(tmp_path, tail):
-    """After a crash the last line is a prefix of a row. Read as a row it stops the resume; appended to, it swallows the next row."""
+    """After a crash the last line is a prefix of a row. Read as a row it stops the resume; appended
+    to, it swallows the next row.
+    """
     path = tmp_path / "r.jsonl"
     path.write_bytes(b'{"n": 0}\n{"n": 1}\n' + tail)
     assert [row["n"] for _, row in read_jsonl(path, torn_tail=True)] == [0, 1]
@@ -175,7 +213,9 @@ def test_a_file_without_final_newline_is_read_whole_unless_it_may_be_torn(tmp_pa
 
 
 def test_a_row_stays_one_line_whatever_its_text_holds(tmp_path):
-    """str.splitlines breaks at U+2028 and a lone surrogate cannot be written as UTF-8: both occur in web text."""
+    """str.splitlines breaks at U+2028 and a lone surrogate cannot be written as UTF-8:
+    both occur in web text.
+    """
     rows = [{"text": "a\u2028b\x85c\r\n"}, {"text": "half \ud83d"}, {"text": "中文"}]
     write_jsonl(tmp_path / "r.jsonl", rows)
     assert [row for _, row in read_jsonl(tmp_path / "r.jsonl")] == rows

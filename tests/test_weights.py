@@ -1,4 +1,6 @@
-"""Hugging Face directories in and out. The goldens are tiny checkpoints that transformers wrote (tests/make_golden.py)."""
+"""Hugging Face directories in and out. The goldens are tiny checkpoints that transformers wrote
+(tests/make_golden.py).
+"""
 
 import json
 import shutil
@@ -29,7 +31,10 @@ def change_tensors(directory, change):
     """Rewrite model.safetensors through `change(tensors)`, which edits the dict in place."""
     tensors = load_file(directory / "model.safetensors")
     change(tensors)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        directory / "model.safetensors",
+    )
 
 
 def one_line(error):
@@ -65,7 +70,8 @@ def test_every_kind_of_misfit_is_listed_at_once(copy):
 def test_a_long_list_of_misfits_is_cut_with_its_count(copy):
     config = json.loads((copy / "config.json").read_text()) | {"num_hidden_layers": 4}
     (copy / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="missing model.layers.2.*and 14 more") as error:  # 2 layers of 11 tensors
+    # 2 layers of 11 tensors
+    with pytest.raises(ValueError, match="missing model.layers.2.*and 14 more") as error:
         load_model(copy)
     one_line(error)
 
@@ -80,13 +86,18 @@ def test_an_untied_model_needs_its_head(copy):
 def test_a_truncated_file_is_one_line_that_names_it(copy, keep):
     content = (copy / "model.safetensors").read_bytes()
     (copy / "model.safetensors").write_bytes(content[:keep])
-    with pytest.raises(ValueError, match=r"model\.safetensors: truncated or not a safetensors file") as error:
+    with pytest.raises(
+        ValueError, match=r"model\.safetensors: truncated or not a safetensors file"
+    ) as error:
         load_model(copy)
     one_line(error)
 
 
 def test_a_quantised_tensor_is_named_and_not_loaded_as_numbers(copy):
-    change_tensors(copy, lambda tensors: tensors.update({"model.norm.weight": torch.ones(24, dtype=torch.int8)}))
+    change_tensors(
+        copy,
+        lambda tensors: tensors.update({"model.norm.weight": torch.ones(24, dtype=torch.int8)}),
+    )
     with pytest.raises(ValueError, match="model.norm.weight is I8") as error:
         load_model(copy)
     one_line(error)
@@ -94,7 +105,9 @@ def test_a_quantised_tensor_is_named_and_not_loaded_as_numbers(copy):
 
 def test_missing_weights_are_named(copy):
     (copy / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match="no model.safetensors and no model.safetensors.index.json") as error:
+    with pytest.raises(
+        ValueError, match="no model.safetensors and no model.safetensors.index.json"
+    ) as error:
         load_model(copy)
     one_line(error)
 
@@ -138,7 +151,9 @@ def test_no_shard_is_larger_than_asked_and_the_index_names_each_tensor_once(tmp_
     assert set(weight_map) == {name for name, _ in model.named_parameters()}
     shards = {path.name: load_file(path) for path in tmp_path.glob("*.safetensors")}
     assert {name: file for file, tensors in shards.items() for name in tensors} == weight_map
-    assert all(sum(t.numel() * 4 for t in tensors.values()) <= 20_000 for tensors in shards.values())
+    assert all(
+        sum(t.numel() * 4 for t in tensors.values()) <= 20_000 for tensors in shards.values()
+    )
     assert not list(tmp_path.glob(".*")) + list(tmp_path.glob("*.tmp"))
 
 
@@ -153,7 +168,10 @@ def test_a_tied_head_is_absent_in_the_file_and_shared_after_loading(tmp_path):
 def test_a_tied_head_that_a_writer_stored_as_well_is_accepted(tmp_path):
     shutil.copy(GOLDEN / "tied_tf5" / "config.json", tmp_path)
     tensors = load_file(GOLDEN / "tied_tf5" / "model.safetensors")
-    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, tmp_path / "model.safetensors")
+    save_file(
+        tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()},
+        tmp_path / "model.safetensors",
+    )
     again = load_model(tmp_path)
     assert again.lm_head.weight is again.model.embed_tokens.weight
     assert torch.equal(logits_of(again), logits_of(load_model(GOLDEN / "tied_tf5")))
@@ -168,8 +186,14 @@ def test_files_of_each_dtype_load_as_they_are_or_as_asked(tmp_path, dtype):
     assert written["dtype"] == written["torch_dtype"] == name
     want = {key: value.to(dtype) for key, value in model.state_dict().items()}
     as_is, as_fp32 = load_model(tmp_path), load_model(tmp_path, dtype=torch.float32)
-    assert all(torch.equal(value, want[key]) and value.dtype == dtype for key, value in as_is.state_dict().items())
-    assert all(torch.equal(value, want[key].float()) and value.dtype == torch.float32 for key, value in as_fp32.state_dict().items())
+    assert all(
+        torch.equal(value, want[key]) and value.dtype == dtype
+        for key, value in as_is.state_dict().items()
+    )
+    assert all(
+        torch.equal(value, want[key].float()) and value.dtype == torch.float32
+        for key, value in as_fp32.state_dict().items()
+    )
 
 
 def test_no_parameter_stays_on_the_meta_device_and_all_require_gradients():
@@ -194,7 +218,11 @@ def test_the_tokenizer_travels_unchanged_and_what_is_absent_is_skipped(copy, tmp
     copy_tokenizer_files(copy, target)
     copy_tokenizer_files(copy, copy)  # saving in place
     assert [path.name for path in target.iterdir()] == ["tokenizer.json"]
-    assert (target / "tokenizer.json").read_bytes() == (copy / "tokenizer.json").read_bytes() == b"{\r\n}"
+    assert (
+        (target / "tokenizer.json").read_bytes()
+        == (copy / "tokenizer.json").read_bytes()
+        == b"{\r\n}"
+    )
 
 
 def test_a_model_can_be_saved_over_the_directory_it_came_from(copy):
@@ -223,7 +251,9 @@ def test_an_interrupted_save_leaves_the_old_model_readable(copy):
 
     before = logits_of(load_model(copy))
     with pytest.raises(KeyboardInterrupt):
-        write_weights(Qwen3Config.read(copy), tensors(), copy, dtype=torch.float32, shard_bytes=1000)
+        write_weights(
+            Qwen3Config.read(copy), tensors(), copy, dtype=torch.float32, shard_bytes=1000
+        )
     assert torch.equal(logits_of(load_model(copy)), before)
 
 
@@ -231,7 +261,8 @@ MEMORY_SCRIPT = """
 import resource, sys, torch
 from venus.weights import copy_tokenizer_files, load_model, save_model, write_weights
 def peak_mb():
-    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) / 1024
+    peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
+    return int(peak.split()[1]) / 1024
 torch.set_num_threads(1)
 load_model(sys.argv[1])
 before = peak_mb()
@@ -241,24 +272,38 @@ print(peak_mb() - before, float(sum(p.sum() for p in model.parameters()).detach(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from Linux's /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="peak memory is read from Linux's /proc"
+)
 def test_loading_peaks_at_the_model_and_one_shard(tmp_path):
-    """167 MB in fp32 from four bf16 shards of up to 23 MB: the peak resident set grows by at most model + one shard + 15 MB of slack.
+    """167 MB in fp32 from four bf16 shards of up to 23 MB: the peak resident set grows by at most
+    model + one shard + 15 MB of slack.
 
-    Seen: 186 MB, where reading all shards first takes 250. A tiny model is loaded before, so that code and libraries do not count.
-    Not ru_maxrss: a child of pytest starts with its parent's.
+    Seen: 186 MB, where reading all shards first takes 250. A tiny model is loaded before, so that
+    code and libraries do not count. Not ru_maxrss: a child of pytest starts with its parent's.
     """
     config = Qwen3Config(
-        vocab_size=24_000, hidden_size=512, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4,
-        head_dim=64, rms_norm_eps=1e-6, rope_theta=1e6, max_position_embeddings=1024, tie_word_embeddings=True,
-    )  # fmt: skip
+        vocab_size=24_000,
+        hidden_size=512,
+        intermediate_size=2048,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+    )
     model = Qwen3(config)
     num_bytes = 4 * sum(p.numel() for p in model.parameters())
     save_model(model, tmp_path, dtype=torch.bfloat16, shard_bytes=num_bytes // 8 + 10**6)
     largest = max(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
     del model
     command = [sys.executable, "-c", MEMORY_SCRIPT, str(GOLDEN / "untied_tf4"), str(tmp_path)]
-    result = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True
+    )
     grown = float(result.stdout.split()[0])
     assert num_bytes > 150e6 and len(list(tmp_path.glob("*.safetensors"))) >= 3
     assert grown <= (num_bytes + largest) / 2**20 + 15
@@ -268,12 +313,24 @@ def test_loading_peaks_at_the_model_and_one_shard(tmp_path):
 
 
 def transformers_model(tied, rope_theta=5e6):
-    """A random Qwen3 of the installed transformers, with weights large enough that its log-probs are far from uniform."""
-    transformers = pytest.importorskip("transformers", minversion="5.0", reason="the reference is transformers >= 5")
+    """A random Qwen3 of the installed transformers, with weights large enough that its log-probs
+    are far from uniform.
+    """
+    transformers = pytest.importorskip(
+        "transformers", minversion="5.0", reason="the reference is transformers >= 5"
+    )
     config = transformers.Qwen3Config(
-        vocab_size=97, hidden_size=40, intermediate_size=56, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2, head_dim=12,
-        tie_word_embeddings=tied, rope_parameters={"rope_theta": rope_theta, "rope_type": "default"}, initializer_range=0.2,
-    )  # fmt: skip
+        vocab_size=97,
+        hidden_size=40,
+        intermediate_size=56,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=12,
+        tie_word_embeddings=tied,
+        rope_parameters={"rope_theta": rope_theta, "rope_type": "default"},
+        initializer_range=0.2,
+    )
     torch.manual_seed(3)
     model = transformers.Qwen3ForCausalLM(config).eval()
     with torch.no_grad():
@@ -302,7 +359,9 @@ def test_a_model_saved_by_transformers_loads_with_its_log_probs(tmp_path, tied, 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("shard_bytes", [10**9, 40_000])
 def test_our_export_loads_in_transformers_with_equal_logits(tmp_path, tied, shard_bytes):
-    """transformers -> Venus -> transformers: the same weights and config, so the logits are equal bit for bit."""
+    """transformers -> Venus -> transformers: the same weights and config, so the logits
+    are equal bit for bit.
+    """
     theirs = transformers_model(tied)
     theirs.save_pretrained(tmp_path / "theirs")
     save_model(load_model(tmp_path / "theirs"), tmp_path / "ours", shard_bytes=shard_bytes)

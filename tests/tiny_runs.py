@@ -1,4 +1,6 @@
-"""A tiny world, a tiny model and the scripts as subprocesses, for the tests of training. Everything is small enough for a second a step."""
+"""A tiny world, a tiny model and the scripts as subprocesses, for the tests of training. Everything
+is small enough for a second a step.
+"""
 
 import json
 import os
@@ -12,14 +14,34 @@ from venus.judge import match
 from venus.world import WorldConfig, build
 
 ROOT = Path(__file__).resolve().parents[1]
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
 SIZES |= {"layer_types": ["full_attention"] * 2, "max_window_layers": 2}
 ROLLOUT = [
-    *("--system-prompt", "short", "--slots", "8", "--max-turns", "4", "--max-turn-tokens", "48", "--max-observation-tokens", "200"),
-    *("--max-context", "1024", "--temperature", "0.7"),  # cool enough for a model of 45,792 parameters to keep the format
+    *(
+        "--system-prompt",
+        "short",
+        "--slots",
+        "8",
+        "--max-turns",
+        "4",
+        "--max-turn-tokens",
+        "48",
+        "--max-observation-tokens",
+        "200",
+    ),
+    # cool enough for a model of 45,792 parameters to keep the format
+    *("--max-context", "1024", "--temperature", "0.7"),
 ]
 
-# One process for several runs, since importing torch is most of a short run. stderr is a file: torchrun's `record` wants a descriptor.
+# One process for several runs, since importing torch is most of a short run. stderr is a file:
+# torchrun's `record` wants a descriptor.
 DRIVER = """
 import contextlib, io, json, runpy, sys, tempfile
 results = []
@@ -28,7 +50,8 @@ for argv in json.load(sys.stdin):
     with tempfile.TemporaryFile("w+") as err:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             try:
-                runpy.run_path(argv[0], run_name="__main__") if argv[0].endswith(".py") else runpy.run_module(argv[0], run_name="__main__")
+                start = runpy.run_path if argv[0].endswith(".py") else runpy.run_module
+                start(argv[0], run_name="__main__")
             except SystemExit as error:
                 code = error.code or 0
         err.seek(0)
@@ -36,7 +59,8 @@ for argv in json.load(sys.stdin):
 print(json.dumps(results))
 """
 
-# Every script in a process of its own, and importing torch once: this one has imported it, and forks.
+# Every script in a process of its own, and importing torch once: this one has
+# imported it, and forks.
 FORKING = """
 import json, os, runpy, sys, traceback
 import venus.collect, venus.data, venus.info_gain, venus.training
@@ -60,14 +84,23 @@ for line in sys.stdin:
 
 
 class Forked:
-    """Scripts one after the other, each in a fresh process that starts within milliseconds. `log` is where the last one writes. Use with `with`."""
+    """Scripts one after the other, each in a fresh process that starts within milliseconds. `log`
+    is where the last one writes. Use with `with`.
+    """
 
     def __init__(self, directory: Path):
         self.log = directory / "forked.log"
 
     def __enter__(self):
         words = [sys.executable, "-c", FORKING]
-        self.server = subprocess.Popen(words, cwd=ROOT, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.server = subprocess.Popen(
+            words,
+            cwd=ROOT,
+            env=environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         return self
 
     def __exit__(self, *_):
@@ -94,22 +127,43 @@ class Forked:
 
 
 def tiny_world(tmp_path_factory) -> Path:
-    """The directory of a world of one web a split, built once a session; its model has two layers and no weights.
+    """The directory of a world of one web a split, built once a session; its model has two
+    layers and no weights.
 
-    sft/few.jsonl and questions/few.jsonl hold the same six 1-hop questions: few enough to learn by heart within seconds.
+    sft/few.jsonl and questions/few.jsonl hold the same six 1-hop questions: few enough to learn by
+    heart within seconds.
     """
     world = tmp_path_factory.getbasetemp() / "tiny-world"
     if not world.exists():
         counts = {"train_questions": 8, "questions_per_split": 2, "sft_rows": 20}
-        build(WorldConfig(out=str(world), train_webs=1, dev_webs=1, test_webs=1, long_webs=0, **counts))
-        config = CleanConfig(input=("in",), output="out", system_prompt="short", judge="match", validation=0.0)
-        accounts = [clean_row(config, where, row) for where, row in read_jsonl(world / "raw" / "train.jsonl")]
-        rows = [json.loads(a.lines[0][1]) for a in accounts if a.lines and not a.removed and match([a.case])[0].verdict == "correct"]
+        build(
+            WorldConfig(
+                out=str(world), train_webs=1, dev_webs=1, test_webs=1, long_webs=0, **counts
+            )
+        )
+        config = CleanConfig(
+            input=("in",), output="out", system_prompt="short", judge="match", validation=0.0
+        )
+        accounts = [
+            clean_row(config, where, row)
+            for where, row in read_jsonl(world / "raw" / "train.jsonl")
+        ]
+        rows = [
+            json.loads(a.lines[0][1])
+            for a in accounts
+            if a.lines and not a.removed and match([a.case])[0].verdict == "correct"
+        ]
         few = [row for row in rows if len(row["messages"]) == 7][:6]
         (world / "sft").mkdir()
         write_jsonl(world / "sft" / "few.jsonl", few)
-        asked = [{"id": f"q{k}", "question": row["question"], "ground_truth": row["gt"]} for k, row in enumerate(few)]
-        write_jsonl(world / "questions" / "few.jsonl", [{**question, "corpus": "../corpora/train-000.jsonl"} for question in asked])
+        asked = [
+            {"id": f"q{k}", "question": row["question"], "ground_truth": row["gt"]}
+            for k, row in enumerate(few)
+        ]
+        write_jsonl(
+            world / "questions" / "few.jsonl",
+            [{**question, "corpus": "../corpora/train-000.jsonl"} for question in asked],
+        )
         config = world / "model" / "config.json"
         config.write_text(json.dumps(json.loads(config.read_text()) | SIZES))
     return world
@@ -118,9 +172,14 @@ def tiny_world(tmp_path_factory) -> Path:
 def run_all(*commands: list[str]) -> list[dict]:
     """Run scripts (or modules) one after the other in one process: [{code, out, err}]."""
     done = subprocess.run(
-        [sys.executable, "-c", DRIVER], input=json.dumps([[str(word) for word in command] for command in commands]), cwd=ROOT, env=environment(),
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        [sys.executable, "-c", DRIVER],
+        input=json.dumps([[str(word) for word in command] for command in commands]),
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 
@@ -128,8 +187,12 @@ def run_all(*commands: list[str]) -> list[dict]:
 def run_one(*command: object, code: int = 0) -> subprocess.CompletedProcess:
     """Run a python command line in a process of its own and check its exit code."""
     words = [sys.executable, *map(str, command)]
-    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
-    assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+    done = subprocess.run(
+        words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == code, (
+        f"exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+    )
     return done
 
 

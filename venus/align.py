@@ -1,7 +1,9 @@
-"""Environment alignment: a conversation of another agent as question and turns in our protocol, roles found by role, nothing by index.
+"""Environment alignment: a conversation of another agent as question and turns in our protocol,
+roles found by role, nothing by index.
 
-Understood: raw rows (`meta` with question and answer), clean rows (`question`, `gt`), rollouts with `question` and `answer`, and rollouts
-with messages only. What cannot be aligned is refused with a stable reason and the number of the assistant turn.
+Understood: raw rows (`meta` with question and answer), clean rows (`question`, `gt`), rollouts with
+`question` and `answer`, and rollouts with messages only. What cannot be aligned is refused with a
+stable reason and the number of the assistant turn.
 """
 
 import json
@@ -17,11 +19,14 @@ from venus.rows import aliases_of
 CALL = re.compile(f"{protocol.CALL_OPEN}(.*?){protocol.CALL_CLOSE}", re.DOTALL)
 SUMMARY = re.compile(r"<summary>.*?</summary>", re.DOTALL)
 STRAY_TAGS = re.compile(r"</?(?:answer|summary)>")
-ARGUMENTS = {"search": ("query", "queries"), "visit": ("url", "urls")}  # the protocol's name and its alias
+# the protocol's name and its alias
+ARGUMENTS = {"search": ("query", "queries"), "visit": ("url", "urls")}
 
 
 class RefusedError(ValueError):
-    """The row cannot be used: a stable reason code, and the turn that is to blame (None: the row as a whole)."""
+    """The row cannot be used: a stable reason code, and the turn that is to blame (None:
+    the row as a whole).
+    """
 
     def __init__(self, reason: str, turn: int | None = None):
         super().__init__(reason)
@@ -30,7 +35,9 @@ class RefusedError(ValueError):
 
 @dataclass
 class Step:
-    """One assistant turn of the raw row, aligned, and what answered it: observation body, tool_status, a closing limit notice."""
+    """One assistant turn of the raw row, aligned, and what answered it: observation body,
+    tool_status, a closing limit notice.
+    """
 
     index: int
     content: str
@@ -44,7 +51,9 @@ class Step:
 
 @dataclass
 class Conversation:
-    """question, gt as the row gives it (None = unlabelled), the assistant turns in order, and the observations that nothing had asked for."""
+    """question, gt as the row gives it (None = unlabelled), the assistant turns in order, and the
+    observations that nothing had asked for.
+    """
 
     question: str
     gt: str | list[str] | None
@@ -53,10 +62,26 @@ class Conversation:
 
 
 def align(row: dict) -> Conversation:
-    """Read a row of any known kind (`messages` is a list) and align its turns with our environment; RefusedError says why not."""
+    """Read a row of any known kind (`messages` is a list) and align its turns with our environment;
+    RefusedError says why not.
+    """
     meta = row["meta"] if isinstance(row.get("meta"), dict) else {}
-    asked = next((text for text in (meta.get("question"), row.get("question")) if isinstance(text, str) and text.strip()), None)
-    gt = next((value for value in (meta.get("answer"), row.get("gt"), row.get("answer")) if aliases_of(value)), None)
+    asked = next(
+        (
+            text
+            for text in (meta.get("question"), row.get("question"))
+            if isinstance(text, str) and text.strip()
+        ),
+        None,
+    )
+    gt = next(
+        (
+            value
+            for value in (meta.get("answer"), row.get("gt"), row.get("answer"))
+            if aliases_of(value)
+        ),
+        None,
+    )
     first, steps, orphans = _read_messages(row["messages"])
     if asked is not None and _sound(asked).split() != first.split():
         raise RefusedError("question_mismatch")
@@ -69,7 +94,9 @@ def align(row: dict) -> Conversation:
 
 
 def _read_messages(messages: Iterable[object]) -> tuple[str, list[Step], list[int]]:
-    """Return the question, the assistant turns with their observations, and for each orphan observation the turn before it."""
+    """Return the question, the assistant turns with their observations, and for each orphan
+    observation the turn before it.
+    """
     question, steps, orphans = None, [], []
     for message in messages:
         turn = len(steps) - 1 if steps else None
@@ -98,7 +125,9 @@ def _read_messages(messages: Iterable[object]) -> tuple[str, list[Step], list[in
 
 
 def _observe(step: Step, role: str, content: str, orphans: list[int]) -> None:
-    """Hang an observation or a limit notice on the turn before it, in place; a second observation is noted as an orphan."""
+    """Hang an observation or a limit notice on the turn before it, in place; a second observation
+    is noted as an orphan.
+    """
     body, notice = unwrap(content)
     body = content if role == "tool" and body is None else body
     if body is None and notice is None:
@@ -111,10 +140,21 @@ def _observe(step: Step, role: str, content: str, orphans: list[int]) -> None:
 
 
 def _align_turn(step: Step, *, final: bool) -> None:
-    """Bring calls into the protocol's form and answers out of their nests, in place; what is valid already stays byte for byte."""
+    """Bring calls into the protocol's form and answers out of their nests, in place; what is valid
+    already stays byte for byte.
+    """
     calls = [_load(text) for text in CALL.findall(step.content)]
-    step.tools = tuple(_sound(call["name"]).strip() for call in calls if isinstance(call, dict) and isinstance(call.get("name"), str))
-    if len(calls) == step.content.count(protocol.CALL_OPEN) == step.content.count(protocol.CALL_CLOSE) == 1:
+    step.tools = tuple(
+        _sound(call["name"]).strip()
+        for call in calls
+        if isinstance(call, dict) and isinstance(call.get("name"), str)
+    )
+    if (
+        len(calls)
+        == step.content.count(protocol.CALL_OPEN)
+        == step.content.count(protocol.CALL_CLOSE)
+        == 1
+    ):
         normal = _normal_call(calls[0])
         if normal and (text := protocol.format_tool_call(*normal)) not in step.content:
             step.content = CALL.sub(lambda _: text, step.content)
@@ -128,19 +168,35 @@ def _align_turn(step: Step, *, final: bool) -> None:
 
 
 def _without_stray_tags(content: str, *, final: bool) -> str | None:
-    """Return the turn with the last answer alone, or the call alone, and no answer or summary tags in the thoughts; None: nothing to take."""
+    """Return the turn with the last answer alone, or the call alone, and no answer or summary tags
+    in the thoughts; None: nothing to take.
+    """
     thoughts, closed, rest = content.rpartition(protocol.THINK_CLOSE)
     thoughts = STRAY_TAGS.sub("", thoughts)
     if protocol.CALL_OPEN in rest:
         return thoughts + closed + rest
     answer = protocol.extract_prediction(content) if final else None
-    outside = SUMMARY.sub("", rest[: rest.find(protocol.ANSWER_OPEN)] + rest[rest.rfind(protocol.ANSWER_CLOSE) + len(protocol.ANSWER_CLOSE) :])
-    return None if answer is None or outside.strip() else f"{thoughts}{closed}\n\n{protocol.format_answer(SUMMARY.sub('', answer).strip())}"
+    outside = SUMMARY.sub(
+        "",
+        rest[: rest.find(protocol.ANSWER_OPEN)]
+        + rest[rest.rfind(protocol.ANSWER_CLOSE) + len(protocol.ANSWER_CLOSE) :],
+    )
+    return (
+        None
+        if answer is None or outside.strip()
+        else f"{thoughts}{closed}\n\n{protocol.format_answer(SUMMARY.sub('', answer).strip())}"
+    )
 
 
 def _normal_call(call: object) -> tuple[str, dict] | None:
-    """Read a search or visit call with any known alias of its arguments: `queries`, `urls`, a string or a JSON string for a list, goals."""
-    name = call.get("name").strip().lower() if isinstance(call, dict) and isinstance(call.get("name"), str) else ""
+    """Read a search or visit call with any known alias of its arguments: `queries`, `urls`, a
+    string or a JSON string for a list, goals.
+    """
+    name = (
+        call.get("name").strip().lower()
+        if isinstance(call, dict) and isinstance(call.get("name"), str)
+        else ""
+    )
     arguments = _unpack(call.get("arguments"), dict) if name in ARGUMENTS else None
     if not isinstance(arguments, dict):
         return None
@@ -149,28 +205,44 @@ def _normal_call(call: object) -> tuple[str, dict] | None:
     values = [values] if isinstance(values, str) else values
     goal = _unpack(arguments.get("goal", "" if name == "search" else None), list)
     goals = [goal] if isinstance(goal, str) else goal
-    if not all(isinstance(texts, list) and all(isinstance(text, str) for text in texts) for texts in (values, goals)):
+    if not all(
+        isinstance(texts, list) and all(isinstance(text, str) for text in texts)
+        for texts in (values, goals)
+    ):
         return None
     normal = {key: [_sound(value) for value in values]}
     return (name, normal if name == "search" else {**normal, "goal": _sound("; ".join(goals))})
 
 
 def _load(text: str) -> object:
-    """Parse the JSON of a call, up to the <code> that an interpreter call carries; None if it is none."""
+    """Parse the JSON of a call, up to the <code> that an interpreter call
+    carries; None if it is none.
+    """
     try:
-        return json.loads(text.split("<code>")[0], strict=False)  # a line break inside a string is let through, and written as \\n
+        # a line break inside a string is let through, and written as \\n
+        return json.loads(text.split("<code>")[0], strict=False)
     except (ValueError, RecursionError):
         return None
 
 
 def _unpack(value: object, kind: type) -> object:
     """Parse a string that holds a JSON list of strings, or an object; any other value stays."""
-    loaded = _load(value) if isinstance(value, str) and value.lstrip().startswith("[" if kind is list else "{") else None
-    return loaded if isinstance(loaded, kind) and loaded and all(isinstance(item, str) for item in loaded) else value
+    loaded = (
+        _load(value)
+        if isinstance(value, str) and value.lstrip().startswith("[" if kind is list else "{")
+        else None
+    )
+    return (
+        loaded
+        if isinstance(loaded, kind) and loaded and all(isinstance(item, str) for item in loaded)
+        else value
+    )
 
 
 def _sound(text: str) -> str:
-    """Join the halves of surrogate pairs; a lone one, which no UTF-8 file can hold, becomes U+FFFD."""
+    """Join the halves of surrogate pairs; a lone one, which no UTF-8 file can hold,
+    becomes U+FFFD.
+    """
     try:
         text.encode()
     except UnicodeEncodeError:

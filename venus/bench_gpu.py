@@ -1,6 +1,8 @@
-"""`python -m venus.bench gpu`: a 4B-shaped model with random weights on one GPU: training steps against the plan, decoding against the memory's limit.
+"""`python -m venus.bench gpu`: a 4B-shaped model with random weights on one GPU: training steps
+against the plan, decoding against the memory's limit.
 
-`--shape tiny` runs the same code anywhere, for its own sake. Results go to a JSON file as well. Shapes: S sequence.
+`--shape tiny` runs the same code anywhere, for its own sake. Results go to a JSON file as
+well. Shapes: S sequence.
 """
 
 import gc
@@ -19,7 +21,15 @@ from venus.batches import Document
 from venus.cli import option
 from venus.model import QWEN3_4B, Qwen3, Qwen3Config, WeightedNLL, set_recompute
 from venus.parallel import World, clip_gradients, shard
-from venus.plan import BANDWIDTH, Training, kv_bytes, mfu, num_parameters, training_flops, training_memory
+from venus.plan import (
+    BANDWIDTH,
+    Training,
+    kv_bytes,
+    mfu,
+    num_parameters,
+    training_flops,
+    training_memory,
+)
 from venus.record import machine
 from venus.sampler import Sampler, SamplingParams
 from venus.updates import backward, with_weights
@@ -42,7 +52,13 @@ class GpuShape:
 
 GPU_SHAPES = {
     "4b": GpuShape(QWEN3_4B, (8192, 32_768), 16, 30_000, 72),
-    "tiny": GpuShape(Qwen3Config(512, 64, 160, 2, 4, 2, 16, 1e-6, 1e4, 4096, True, "float32"), (64, 128), 4, 40, 12),
+    "tiny": GpuShape(
+        Qwen3Config(512, 64, 160, 2, 4, 2, 16, 1e-6, 1e4, 4096, True, "float32"),
+        (64, 128),
+        4,
+        40,
+        12,
+    ),
 }
 
 
@@ -58,7 +74,8 @@ def gpu(cfg: GpuConfig) -> None:
     """Train, then decode; print and save every figure as it comes."""
     if cfg.shape == "4b" and not torch.cuda.is_available():
         raise ValueError("shape 4b needs a CUDA device; --shape tiny runs anywhere")
-    shape, name = GPU_SHAPES[cfg.shape], torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    shape = GPU_SHAPES[cfg.shape]
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     print(f"{machine()}; {name}")
     world, found = World(), {"machine": machine(), "device": name, "shape": cfg.shape, "rows": []}
     for row in chain(train(shape, world, name), decode(shape, world, name)):
@@ -76,7 +93,9 @@ def random_weights(config: Qwen3Config, device: torch.device, dtype: torch.dtype
     torch.manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.fill_(1) if "norm" in name else parameter.normal_(std=parameter.shape[1] ** -0.5)
+            parameter.fill_(1) if "norm" in name else parameter.normal_(
+                std=parameter.shape[1] ** -0.5
+            )
     return model
 
 
@@ -88,13 +107,17 @@ def synchronised(device: torch.device) -> float:
 
 
 def train(shape: GpuShape, world: World, name: str) -> Iterator[dict]:
-    """Whole optimizer steps with recomputation on one document of each size: tokens/s, MFU, and the memory's peak beside the plan's."""
+    """Whole optimizer steps with recomputation on one document of each size: tokens/s, MFU, and the
+    memory's peak beside the plan's.
+    """
     is_cuda = world.device.type == "cuda"
     model = shard(random_weights(shape.config, world.device, torch.float32), world, bf16=is_cuda)
     set_recompute(model, "on")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=is_cuda)
     for tokens in shape.training:
-        ids = torch.randint(shape.config.vocab_size, (tokens + 1,), generator=torch.Generator().manual_seed(0)).tolist()
+        ids = torch.randint(
+            shape.config.vocab_size, (tokens + 1,), generator=torch.Generator().manual_seed(0)
+        ).tolist()
         mask = (torch.arange(tokens + 1) % 100 < 100 * LOSS_SHARE).float()
         documents = with_weights([Document(ids, {"mask": mask})], "token")
         seconds = []
@@ -102,34 +125,63 @@ def train(shape: GpuShape, world: World, name: str) -> Iterator[dict]:
             torch.cuda.reset_peak_memory_stats()
         for _ in range(STEPS):
             started = synchronised(world.device)
-            backward(model, documents, lambda fields: WeightedNLL(fields["weights"]), max_tokens=tokens + 1, world=world)
+            backward(
+                model,
+                documents,
+                lambda fields: WeightedNLL(fields["weights"]),
+                max_tokens=tokens + 1,
+                world=world,
+            )
             clip_gradients(model, 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             seconds.append(synchronised(world.device) - started)
         flops = training_flops(shape.config, [tokens], int(mask[1:].sum()))
-        setting = Training(world_size=1, sp=1, max_tokens=tokens, longest=tokens, recompute="on", reference=False, bf16=is_cuda)
+        setting = Training(
+            world_size=1,
+            sp=1,
+            max_tokens=tokens,
+            longest=tokens,
+            recompute="on",
+            reference=False,
+            bf16=is_cuda,
+        )
         yield {
-            "part": "train", "tokens": tokens, "seconds": median(seconds[1:]), "tokens_per_second": tokens / median(seconds[1:]),
-            "mfu": mfu(flops, median(seconds[1:]), world_size=1, device_name=name), "planned_bytes": sum(training_memory(shape.config, setting).values()),
+            "part": "train",
+            "tokens": tokens,
+            "seconds": median(seconds[1:]),
+            "tokens_per_second": tokens / median(seconds[1:]),
+            "mfu": mfu(flops, median(seconds[1:]), world_size=1, device_name=name),
+            "planned_bytes": sum(training_memory(shape.config, setting).values()),
             "peak_bytes": torch.cuda.max_memory_allocated() if is_cuda else None,
-        }  # fmt: skip
+        }
 
 
 def decode(shape: GpuShape, world: World, name: str) -> Iterator[dict]:
-    """Rows with pages of their own decode at a long context: tokens/s, the share of what the memory's bandwidth allows, the gap to the trainer."""
+    """Rows with pages of their own decode at a long context: tokens/s, the share of what the
+    memory's bandwidth allows, the gap to the trainer.
+    """
     is_cuda = world.device.type == "cuda"
     dtype = torch.bfloat16 if is_cuda else torch.float32
     if is_cuda:
         gc.collect()  # wrapped modules refer to each other; a KV pool takes what is free
         torch.cuda.empty_cache()
     model = random_weights(shape.config, world.device, dtype).requires_grad_(False)
-    prompts_BS = torch.randint(shape.config.vocab_size, (shape.rows, shape.context), generator=torch.Generator().manual_seed(0))
+    prompts_BS = torch.randint(
+        shape.config.vocab_size,
+        (shape.rows, shape.context),
+        generator=torch.Generator().manual_seed(0),
+    )
     for kernel in ("triton", "varlen") if is_cuda else ("torch",):
         sampler = Sampler(
-            model, SamplingParams(()), num_slots=shape.rows, capacity=shape.context + shape.new_tokens, kv_cache="paged", decode_kernel=kernel,
+            model,
+            SamplingParams(()),
+            num_slots=shape.rows,
+            capacity=shape.context + shape.new_tokens,
+            kv_cache="paged",
+            decode_kernel=kernel,
             cuda_graph=is_cuda,
-        )  # fmt: skip
+        )
         for prompt in prompts_BS.tolist():
             slot = sampler.open()
             sampler.prefill(slot, prompt[:-1])
@@ -139,17 +191,30 @@ def decode(shape: GpuShape, world: World, name: str) -> Iterator[dict]:
             started = synchronised(world.device)
             done += sampler.step()
             seconds.append(synchronised(world.device) - started)
-        assert sampler.num_decoded == shape.rows * len(seconds), f"{sampler.num_decoded} tokens in {len(seconds)} steps: rows waited"
+        assert sampler.num_decoded == shape.rows * len(seconds), (
+            f"{sampler.num_decoded} tokens in {len(seconds)} steps: rows waited"
+        )
         step = median(seconds[WARM_UP:])
-        read = num_parameters(shape.config) * dtype.itemsize + shape.rows * kv_bytes(shape.config, shape.context, is_cuda)
+        read = num_parameters(shape.config) * dtype.itemsize + shape.rows * kv_bytes(
+            shape.config, shape.context, is_cuda
+        )
         limits = [read / bandwidth for gpu, bandwidth in BANDWIDTH.items() if gpu in name]
         first = min(done, key=lambda generation: generation.slot)
         ids_1S = torch.tensor([[*prompts_BS[first.slot].tolist(), *first.ids]], device=world.device)
         sampled_1S = torch.arange(1, ids_1S.shape[1], device=world.device)[None] >= shape.context
         layout = Layout.documents([ids_1S.shape[1] - 1])  # as a trainer packs it
-        log_probs_1S = model.token_log_probs(ids_1S[:, :-1], ids_1S[:, 1:], sampled_1S, layout=layout)
+        log_probs_1S = model.token_log_probs(
+            ids_1S[:, :-1], ids_1S[:, 1:], sampled_1S, layout=layout
+        )
         gap = (log_probs_1S[sampled_1S].cpu() - torch.tensor(first.log_probs)).abs()
         yield {
-            "part": "decode", "kernel": kernel, "rows": shape.rows, "context": shape.context, "step_seconds": step, "tokens_per_second": shape.rows / step,
-            "share_of_limit": limits[0] / step if limits else None, "gap_mean": gap.mean().item(), "gap_max": gap.max().item(),
-        }  # fmt: skip
+            "part": "decode",
+            "kernel": kernel,
+            "rows": shape.rows,
+            "context": shape.context,
+            "step_seconds": step,
+            "tokens_per_second": shape.rows / step,
+            "share_of_limit": limits[0] / step if limits else None,
+            "gap_mean": gap.mean().item(),
+            "gap_max": gap.max().item(),
+        }

@@ -13,7 +13,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a token is drawn: temperature 0 is argmax; top_k 0 and top_p 1 keep the whole vocabulary; a row stops after one of `stop_ids`."""
+    """How a token is drawn: temperature 0 is argmax; top_k 0 and top_p 1 keep the whole vocabulary;
+    a row stops after one of `stop_ids`.
+    """
 
     stop_ids: tuple[int, ...]
     temperature: float = 1.0
@@ -22,13 +24,20 @@ class SamplingParams:
 
     def __post_init__(self):
         if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0:
-            raise ValueError(f"temperature {self.temperature} (>= 0), top_p {self.top_p} (in (0, 1]), top_k {self.top_k} (>= 0): out of range")
+            raise ValueError(
+                f"temperature {self.temperature} (>= 0), top_p {self.top_p} (in (0, 1]), "
+                f"top_k {self.top_k} (>= 0): out of range"
+            )
 
 
-def draw(logits_RV: Tensor, uniforms_R: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw one token a row: (ids, log-probs, kept mass), each [R] in fp64 so that they travel to the host as one tensor.
+def draw(
+    logits_RV: Tensor, uniforms_R: Tensor, params: SamplingParams
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw one token a row: (ids, log-probs, kept mass), each [R] in fp64 so that they travel to
+    the host as one tensor.
 
-    The token is the first whose cumulative probability, over the kept ones in vocabulary order, exceeds u times the kept mass.
+    The token is the first whose cumulative probability, over the kept ones in vocabulary order,
+    exceeds u times the kept mass.
     """
     log_softmax_RV = torch.log_softmax(logits_RV / (params.temperature or 1.0), dim=-1)
     if params.temperature == 0:
@@ -40,13 +49,17 @@ def draw(logits_RV: Tensor, uniforms_R: Tensor, params: SamplingParams) -> tuple
             probs_RV = _truncate(probs_RV, params)
         cumulative_RV = probs_RV.cumsum(-1, dtype=torch.float64)
         kept_mass_R = cumulative_RV[:, -1].clone()
-        ids_R = torch.searchsorted(cumulative_RV, (uniforms_R * kept_mass_R)[:, None], right=True)[:, 0]
+        ids_R = torch.searchsorted(cumulative_RV, (uniforms_R * kept_mass_R)[:, None], right=True)[
+            :, 0
+        ]
     log_probs_R = log_softmax_RV.gather(-1, ids_R[:, None])[:, 0]
     return ids_R.double(), log_probs_R.double(), kept_mass_R
 
 
 def _truncate(probs_RV: Tensor, params: SamplingParams) -> Tensor:
-    """Zero what top-k and then top-p leave out: top-p keeps the smallest set of most probable tokens whose mass reaches p."""
+    """Zero what top-k and then top-p leave out: top-p keeps the smallest set of most probable
+    tokens whose mass reaches p.
+    """
     sorted_RV, order_RV = probs_RV.sort(dim=-1, descending=True, stable=True)
     if params.top_k:
         sorted_RV[:, params.top_k :] = 0
@@ -61,9 +74,13 @@ def noise_key(*parts: object) -> int:
 
 
 def uniform_noise(keys: list[int], positions: list[int]) -> np.ndarray:
-    """One uniform in [0, 1) for each (key, position), by the splitmix64 finaliser over key + position * golden ratio; float64."""
+    """One uniform in [0, 1) for each (key, position), by the splitmix64 finaliser over key +
+    position * golden ratio; float64.
+    """
     with np.errstate(over="ignore"):
-        x = np.array(keys, dtype=np.uint64) + (np.array(positions, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        x = np.array(keys, dtype=np.uint64) + (
+            np.array(positions, dtype=np.uint64) + np.uint64(1)
+        ) * np.uint64(0x9E3779B97F4A7C15)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         return ((x ^ (x >> np.uint64(31))) >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -1,21 +1,32 @@
-"""Scripted experts of the synthetic world: trajectories of mixed quality, written through the real tools and the real protocol."""
+"""Scripted experts of the synthetic world: trajectories of mixed quality, written through the real
+tools and the real protocol.
+"""
 
 import random
 from dataclasses import dataclass
 
 from venus import protocol
-from venus.protocol import assistant_text, format_answer, format_search, format_tool_call, observation_text
+from venus.protocol import (
+    assistant_text,
+    format_answer,
+    format_search,
+    format_tool_call,
+    observation_text,
+)
 from venus.tools.base import Tool, ToolResult
 
 SOURCES = ("profile", "archive")  # reliable, stale
 HEIR, NOBODY = "heir", "none"  # the relation of a long web; the last of a line has the heir "none"
 ANSWER_SENTENCE = protocol.ANSWER_PREFIX.split("\n")[0]
-THOUGHTS = ("find § of §", "§. find § of §", "open § profile§", "open § archive§", ANSWER_SENTENCE)  # what an expert thinks; § = a slot
+# what an expert thinks; § = a slot
+THOUGHTS = ("find § of §", "§. find § of §", "open § profile§", "open § archive§", ANSWER_SENTENCE)
 
 
 @dataclass(frozen=True)
 class Habits:
-    """Probabilities: open the archive, answer after the first of several hops, close with ANSWER_SENTENCE; dirt: expected slips."""
+    """Probabilities: open the archive, answer after the first of several hops, close with
+    ANSWER_SENTENCE; dirt: expected slips.
+    """
 
     archive: float
     early: float
@@ -24,11 +35,22 @@ class Habits:
 
 
 class Expert:
-    """One scripted run on one question. It calls the real tools, so its observations are those of a rollout, byte for byte."""
+    """One scripted run on one question. It calls the real tools, so its observations are those of a
+    rollout, byte for byte.
+    """
 
-    def __init__(self, habits: Habits, tools: dict[str, Tool], corpus: str, rng: random.Random, *, num_calls: int):
+    def __init__(
+        self,
+        habits: Habits,
+        tools: dict[str, Tool],
+        corpus: str,
+        rng: random.Random,
+        *,
+        num_calls: int,
+    ):
         self.habits, self.tools, self.corpus, self.rng = habits, tools, corpus, rng
-        self.slip = habits.dirt / num_calls  # probability that a call comes with something that cleaning removes
+        # probability that a call comes with something that cleaning removes
+        self.slip = habits.dirt / num_calls
         self.turns: list[tuple[str, str | None]] = []  # assistant text, observation body
 
     def answer(self, entity: str, relations: tuple[str, ...]) -> None:
@@ -43,7 +65,9 @@ class Expert:
             entity, think = value, f"{relation} {value}. find {relations[hop + 1]} of {value}"
 
     def follow(self, entity: str) -> None:
-        """Follow a line of heirs: through the page that the last one names or, as is the expert's habit, by a new search."""
+        """Follow a line of heirs: through the page that the last one names or, as is the expert's
+        habit, by a new search.
+        """
         url, habit = None, self.rng.choice((0.0, 0.5, 1.0))
         think = f"find {HEIR} of {entity}"
         while True:
@@ -56,7 +80,11 @@ class Expert:
             entity, url, think = heir, links[0], f"{HEIR} {heir}. find {HEIR} of {heir}"
 
     def _find(self, entity: str, think: str, source: str) -> str:
-        [url] = [hit.url for hit in self._call(think, "search", {"query": [entity]}).items if hit.title == entity and hit.url.startswith(source)]
+        [url] = [
+            hit.url
+            for hit in self._call(think, "search", {"query": [entity]}).items
+            if hit.title == entity and hit.url.startswith(source)
+        ]
         return url
 
     def _open(self, entity: str, url: str, relation: str) -> list[str]:
@@ -66,16 +94,34 @@ class Expert:
     def _call(self, think: str, name: str, arguments: dict) -> ToolResult:
         content = assistant_text(think, format_tool_call(name, arguments))
         result = self.tools[name](arguments, corpus=self.corpus, deadline=120.0)
-        slip = self.rng.choice(("malformed", "code", "scholar", "timeout", "repeat")) if self.rng.random() < self.slip else None
+        slip = (
+            self.rng.choice(("malformed", "code", "scholar", "timeout", "repeat"))
+            if self.rng.random() < self.slip
+            else None
+        )
         if slip == "malformed":
-            broken = self.rng.choice((content.replace("}}\n", "}\n"), content + content.split("\n\n")[1], content.split("\n\n")[0]))
+            broken = self.rng.choice(
+                (
+                    content.replace("}}\n", "}\n"),
+                    content + content.split("\n\n")[1],
+                    content.split("\n\n")[0],
+                )
+            )
             self.turns.append((broken, protocol.MALFORMED_MESSAGE))
         elif slip == "code":
-            call = format_tool_call("PythonInterpreter", {}).replace("\n</", "\n<code>\nprint(1)\n</code>\n</")
+            call = format_tool_call("PythonInterpreter", {}).replace(
+                "\n</", "\n<code>\nprint(1)\n</code>\n</"
+            )
             self.turns.append((assistant_text(think, call), "1"))
         elif slip == "scholar":
-            self.turns.append((assistant_text(think, format_tool_call("google_scholar", {"query": [think]})), format_search([(think, [])])))
-        elif slip == "timeout":  # the failed call comes first, its repetition succeeds: a cleaner must keep the second
+            self.turns.append(
+                (
+                    assistant_text(think, format_tool_call("google_scholar", {"query": [think]})),
+                    format_search([(think, [])]),
+                )
+            )
+        elif slip == "timeout":
+            # the failed call comes first, its repetition succeeds: a cleaner must keep the second
             self.turns.append((content, protocol.TIMEOUT_MESSAGE(120)))
         self.turns += [(content, result.text)] * (2 if slip == "repeat" else 1)
         return result
@@ -83,7 +129,8 @@ class Expert:
     def _close(self, think: str, value: str) -> None:
         think = ANSWER_SENTENCE if self.rng.random() < self.habits.closing else think
         body = format_answer(value)
-        if self.rng.random() < self.habits.dirt / 10:  # a first answer that is never closed, as in two of the ten released files
+        # a first answer that is never closed, as in two of the ten released files
+        if self.rng.random() < self.habits.dirt / 10:
             body = f"<answer>\n<summary>\n{think}\n</summary>\n{body}"
         self.turns.append((assistant_text(think, body), None))
 
@@ -93,12 +140,29 @@ class Expert:
         for content, body in self.turns:
             rows.append({"role": "assistant", "content": content})
             if body is not None:
-                rows.append({"role": "user", "content": protocol.RESPONSE_OPEN + observation_text(body) + protocol.RESPONSE_CLOSE})
+                rows.append(
+                    {
+                        "role": "user",
+                        "content": protocol.RESPONSE_OPEN
+                        + observation_text(body)
+                        + protocol.RESPONSE_CLOSE,
+                    }
+                )
         return rows
 
 
-def run_expert(question: str, entity: str, relations: tuple[str, ...], habits: Habits, tools: dict[str, Tool], corpus: str, rng: random.Random) -> list[dict]:
-    """Let a new expert answer the question whose chain starts at `entity`; return its messages, raw: slips and wrong answers included."""
+def run_expert(
+    question: str,
+    entity: str,
+    relations: tuple[str, ...],
+    habits: Habits,
+    tools: dict[str, Tool],
+    corpus: str,
+    rng: random.Random,
+) -> list[dict]:
+    """Let a new expert answer the question whose chain starts at `entity`; return its messages,
+    raw: slips and wrong answers included.
+    """
     expert = Expert(habits, tools, corpus, rng, num_calls=2 * len(relations))
     if relations[0] == HEIR:
         expert.follow(entity)

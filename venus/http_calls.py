@@ -1,4 +1,6 @@
-"""One HTTP request, bounded as a whole, and one rule for when another try may help. All that leaves this machine leaves it here."""
+"""One HTTP request, bounded as a whole, and one rule for when another try may help. All that leaves
+this machine leaves it here.
+"""
 
 import contextlib
 import email.utils
@@ -18,14 +20,17 @@ import requests
 from requests.adapters import HTTPAdapter
 
 RETRIED = (408, 409, 425, 429, 500, 502, 503, 504, 524, 529)
-SPENT = ("insufficient_quota", "not enough credits", "insufficient balance", "billing")  # a 429 that no waiting cures
+# a 429 that no waiting cures
+SPENT = ("insufficient_quota", "not enough credits", "insufficient balance", "billing")
 MAX_WAIT = 60.0  # seconds before another try, whatever Retry-After says
 NAT64 = ipaddress.ip_network("64:ff9b::/96")
 T = TypeVar("T")
 
 
 class CallError(Exception):
-    """A call gave no answer, after all tries: the service is down, busy or too slow, or its answer cannot be read. The next call may work."""
+    """A call gave no answer, after all tries: the service is down, busy or too slow, or its answer
+    cannot be read. The next call may work.
+    """
 
     def __init__(self, said: str, *, timed_out: bool = False):
         super().__init__(said)
@@ -33,7 +38,9 @@ class CallError(Exception):
 
 
 class RefusedError(ValueError):
-    """The service refuses this client (key, quota, address, model): every further call would fail too, so the run should end."""
+    """The service refuses this client (key, quota, address, model): every further call would fail
+    too, so the run should end.
+    """
 
 
 class AddressError(RefusedError):
@@ -63,7 +70,9 @@ class Reply:
     def said(self, key: str | None) -> str:
         """The status and the service's own words in one line, without the key."""
         text = _message(self.text)
-        return " ".join(f"HTTP {self.status} {text.replace(key, '***') if key else text}".split())[:300]
+        return " ".join(f"HTTP {self.status} {text.replace(key, '***') if key else text}".split())[
+            :300
+        ]
 
     def raise_if_passing(self, key: str | None) -> None:
         """TryError for a fault that passes. A spent quota does not, whatever its status."""
@@ -91,10 +100,20 @@ def json_or_none(text: str) -> object:
 
 
 def _message(text: str) -> str:
-    """The message of an error in the shapes of OpenAI, vLLM, Ollama, Serper, Jina and FastAPI; any other text as it is."""
+    """The message of an error in the shapes of OpenAI, vLLM, Ollama, Serper, Jina and FastAPI; any
+    other text as it is.
+    """
     error = json_or_none(text)
     error = error.get("error", error) if isinstance(error, dict) else error
-    named = [error[name] for name in ("readableMessage", "message", "detail", "code") if error.get(name)] if isinstance(error, dict) else []
+    named = (
+        [
+            error[name]
+            for name in ("readableMessage", "message", "detail", "code")
+            if error.get(name)
+        ]
+        if isinstance(error, dict)
+        else []
+    )
     return error if isinstance(error, str) else str(named[0]) if named else text
 
 
@@ -108,10 +127,14 @@ def retry_after(headers: Mapping[str, str]) -> float | None:
     return None
 
 
-def with_tries(attempt: Callable[[float], T], *, tries: int, first_wait: float, seconds: float) -> T:
-    """Return what attempt(seconds left) returns. After a TryError try again, `tries` times and for `seconds` in all; then CallError.
+def with_tries(
+    attempt: Callable[[float], T], *, tries: int, first_wait: float, seconds: float
+) -> T:
+    """Return what attempt(seconds left) returns. After a TryError try again, `tries` times and for
+    `seconds` in all; then CallError.
 
-    Between two tries: what the service asked for and up to a quarter more, or first_wait doubled each time, half of it to one and a half.
+    Between two tries: what the service asked for and up to a quarter more, or first_wait doubled
+    each time, half of it to one and a half.
     """
     due = time.monotonic() + seconds
     for number in range(1, tries + 1):
@@ -119,7 +142,12 @@ def with_tries(attempt: Callable[[float], T], *, tries: int, first_wait: float, 
             return attempt(due - time.monotonic())
         except TryError as error:
             asked = None if error.wait is None else error.wait * random.uniform(1.0, 1.25)
-            wait = min(first_wait * 2 ** (number - 1) * random.uniform(0.5, 1.5) if asked is None else asked, MAX_WAIT)
+            wait = min(
+                first_wait * 2 ** (number - 1) * random.uniform(0.5, 1.5)
+                if asked is None
+                else asked,
+                MAX_WAIT,
+            )
             if number == tries or time.monotonic() + wait >= due:
                 raise CallError(f"{error} ({number} tries)", timed_out=error.timed_out) from None
             time.sleep(wait)
@@ -127,25 +155,41 @@ def with_tries(attempt: Callable[[float], T], *, tries: int, first_wait: float, 
 
 
 def exchange(
-    method: str, url: str, *, seconds: float, max_bytes: int, headers: Mapping[str, str], body: dict | None = None, proxy: str | None = None,
+    method: str,
+    url: str,
+    *,
+    seconds: float,
+    max_bytes: int,
+    headers: Mapping[str, str],
+    body: dict | None = None,
+    proxy: str | None = None,
     public_only: bool = False,
-) -> Reply:  # fmt: skip
-    """Send one request, `body` as JSON, and read the answer, all of it within `seconds`. Redirects are not followed.
+) -> Reply:
+    """Send one request, `body` as JSON, and read the answer, all of it within `seconds`.
+    Redirects are not followed.
 
-    proxy None: those of the environment (HTTPS_PROXY and so on). public_only: speak to addresses of the public internet alone, see `check_public`.
-    TryError: no answer, or none in time. CallError: one of more than max_bytes. AddressError: no web address, or not a public one.
+    proxy None: those of the environment (HTTPS_PROXY and so on). public_only: speak to addresses of
+    the public internet alone, see `check_public`. TryError: no answer, or none in time. CallError:
+    one of more than max_bytes. AddressError: no web address, or not a public one.
     """
     if seconds <= 0:
         raise TryError("no time left", timed_out=True)
     if not all(value.isascii() and value.isprintable() for value in headers.values()):
-        raise RefusedError(f"the key for {url} holds a character that no key has; copy it anew")  # requests would show it in its error
+        # requests would show it in its error
+        raise RefusedError(f"the key for {url} holds a character that no key has; copy it anew")
     with requests.Session() as session, _Deadline(seconds) as deadline:
-        session.auth = lambda request: request  # else a password in ~/.netrc would take the place of the key
+        # else a password in ~/.netrc would take the place of the key
+        session.auth = lambda request: request
         adapter = _Adapter(deadline, public_only)
         session.mount("http://", adapter)
         session.mount("https://", adapter)
         try:
-            how = {"timeout": seconds, "stream": True, "allow_redirects": False, "proxies": {"http": proxy, "https": proxy} if proxy else {}}
+            how = {
+                "timeout": seconds,
+                "stream": True,
+                "allow_redirects": False,
+                "proxies": {"http": proxy, "https": proxy} if proxy else {},
+            }
             if public_only:
                 check_public(url)
             with session.request(method, url, json=body, headers=dict(headers), **how) as response:
@@ -158,16 +202,21 @@ def exchange(
             raise
         except ValueError:  # of requests and urllib3: a URL that neither can read
             raise AddressError(f"{url[:200]!r} is no web address") from None
-        except requests.RequestException as error:  # its text may hold the proxy's address and password
+        except requests.RequestException as error:
+            # its text may hold the proxy's address and password
             late = deadline.passed or isinstance(error, requests.Timeout)
-            raise TryError("the answer takes too long" if late else type(error).__name__, timed_out=late) from None
+            raise TryError(
+                "the answer takes too long" if late else type(error).__name__, timed_out=late
+            ) from None
         if deadline.passed:  # a body without a length simply ends where the connection was cut
             raise TryError("the answer takes too long", timed_out=True)
         return Reply(response.status_code, response.headers, bytes(content))
 
 
 def check_public(url: str) -> None:
-    """AddressError for anything but http and https, and for a host with an address outside the public internet. A host unknown here passes."""
+    """AddressError for anything but http and https, and for a host with an address outside the
+    public internet. A host unknown here passes.
+    """
     parts = urlsplit("")
     with contextlib.suppress(requests.RequestException, ValueError):
         parts = urlsplit(requests.Request("GET", url).prepare().url)  # as it will be sent
@@ -188,7 +237,9 @@ def _check_address(address: str) -> None:
 
 
 class _Deadline:
-    """Cuts the connections made under it when its time is up. The timeout of `requests` bounds only the wait for the next byte."""
+    """Cuts the connections made under it when its time is up. The timeout of `requests` bounds only
+    the wait for the next byte.
+    """
 
     def __init__(self, seconds: float):
         self.passed, self._connections, self._lock = False, [], threading.Lock()
@@ -220,7 +271,9 @@ class _Deadline:
 
 
 class _Adapter(HTTPAdapter):
-    """Connections that a deadline watches and whose peer is checked once more: a name may lead elsewhere than a moment ago."""
+    """Connections that a deadline watches and whose peer is checked once more: a name may lead
+    elsewhere than a moment ago.
+    """
 
     def __init__(self, deadline: _Deadline, public_only: bool):
         self._deadline = deadline
@@ -249,5 +302,7 @@ class _Adapter(HTTPAdapter):
 
             return type(pool.__name__, (pool,), {"ConnectionCls": Connection})
 
-        manager.pool_classes_by_scheme = {scheme: watched(pool) for scheme, pool in manager.pool_classes_by_scheme.items()}
+        manager.pool_classes_by_scheme = {
+            scheme: watched(pool) for scheme, pool in manager.pool_classes_by_scheme.items()
+        }
         return manager

@@ -1,4 +1,6 @@
-"""JSON Lines that survive a crash: rows named by file and line, a torn last row told apart from a bad one, whole files written by rename."""
+"""JSON Lines that survive a crash: rows named by file and line, a torn last row told apart from a
+bad one, whole files written by rename.
+"""
 
 import json
 import math
@@ -20,13 +22,16 @@ def _parse(line: bytes, where: str) -> dict:
 
 def _line(obj: dict) -> str:
     text = json.dumps(obj, ensure_ascii=False, allow_nan=False)
-    if any("\ud800" <= c <= "\udfff" for c in text):  # a lone surrogate has no UTF-8 form; \u escapes keep it
+    # a lone surrogate has no UTF-8 form; \u escapes keep it
+    if any("\ud800" <= c <= "\udfff" for c in text):
         text = json.dumps(obj, allow_nan=False)
     return text + "\n"
 
 
 def _sound_bytes(path: str | os.PathLike) -> int:
-    """Length of the file without a last row that lacks its newline or does not parse: what a crash leaves behind."""
+    """Length of the file without a last row that lacks its newline or does not parse: what a
+    crash leaves behind.
+    """
     offset, start, last = 0, 0, b""
     with open(path, "rb") as handle:
         for line in handle:
@@ -39,15 +44,19 @@ def _sound_bytes(path: str | os.PathLike) -> int:
 
 
 def repair_tail(path: str | os.PathLike) -> None:
-    """Cut a torn last row off the file, in place, so that appending is safe; a missing file is left alone."""
+    """Cut a torn last row off the file, in place, so that appending is safe; a
+    missing file is left alone.
+    """
     if Path(path).exists():
         os.truncate(path, _sound_bytes(path))
 
 
 def read_jsonl(path: str | os.PathLike, *, torn_tail: bool = False) -> Iterator[tuple[str, dict]]:
-    """Yield ("path:line", object) per non-blank row; ValueError with path and line for a malformed one.
+    """Yield ("path:line", object) per non-blank row; ValueError with path and line
+    for a malformed one.
 
-    torn_tail=True leaves out a last row that lacks its newline or does not parse; without it, only the newline may be missing.
+    torn_tail=True leaves out a last row that lacks its newline or does not parse; without it, only
+    the newline may be missing.
     """
     if not Path(path).is_file():
         raise ValueError(f"{path}: no such file")
@@ -66,7 +75,9 @@ def append_jsonl(handle: TextIO, obj: dict) -> None:
 
 
 def write_jsonl(path: str | os.PathLike, objs: Iterable[dict]) -> None:
-    """Write all rows to `path`, or nothing: a temporary neighbour is filled first and then renamed."""
+    """Write all rows to `path`, or nothing: a temporary neighbour is filled first
+    and then renamed.
+    """
     temporary = Path(f"{path}.tmp")
     try:
         with open(temporary, "w", encoding="utf-8") as handle:

@@ -1,4 +1,6 @@
-"""A long pass over rows: computed by several processes, written in order, resumed where it stopped, memory independent of the rows."""
+"""A long pass over rows: computed by several processes, written in order, resumed where it stopped,
+memory independent of the rows.
+"""
 
 import json
 import signal
@@ -16,14 +18,17 @@ STATE = "state.json"
 
 
 def in_order(function: Callable[[In], Out], items: Iterable[In], num_workers: int) -> Iterator[Out]:
-    """Yield function(item) for every item, in their order, computed by that many processes (1: by this one).
+    """Yield function(item) for every item, in their order, computed by that many
+    processes (1: by this one).
 
-    At most four items per process are under way, so a fast reader fills no memory. ValueError when a process dies.
+    At most four items per process are under way, so a fast reader fills no memory. ValueError
+    when a process dies.
     """
     if num_workers == 1:
         yield from map(function, items)
         return
-    initializer, arguments = signal.signal, (signal.SIGINT, signal.SIG_IGN)  # Ctrl-C stops the parent, which then closes the pool
+    # Ctrl-C stops the parent, which then closes the pool
+    initializer, arguments = signal.signal, (signal.SIGINT, signal.SIG_IGN)
     with ProcessPoolExecutor(num_workers, get_context("spawn"), initializer, arguments) as pool:
         under_way = deque()
         try:
@@ -34,32 +39,51 @@ def in_order(function: Callable[[In], Out], items: Iterable[In], num_workers: in
             while under_way:
                 yield under_way.popleft().result()
         except BrokenProcessPool:
-            raise ValueError("a worker process died (out of memory?); the same command resumes, with fewer --workers if need be") from None
+            raise ValueError(
+                "a worker process died (out of memory?); the same command resumes, with "
+                "fewer --workers if need be"
+            ) from None
         finally:
             pool.shutdown(cancel_futures=True)
 
 
 class Journal:
-    """The growing output files of a pass in one directory, and the state from which it resumes: rows done, counts, seconds.
+    """The growing output files of a pass in one directory, and the state from which it resumes:
+    rows done, counts, seconds.
 
-    What was written after the last `save` is cut off on resume, so that a kill at any moment loses seconds and repeats no row.
+    What was written after the last `save` is cut off on resume, so that a kill at any moment loses
+    seconds and repeats no row.
     """
 
     def __init__(self, directory: Path, names: Iterable[str], settings: dict):
-        """Open a new or interrupted pass; ValueError when the interrupted one had other settings, or lost data."""
+        """Open a new or interrupted pass; ValueError when the interrupted one had other
+        settings, or lost data.
+        """
         self.path, self.settings = directory / STATE, json.loads(json.dumps(settings))
         state = {"settings": self.settings, "done": 0, "counts": {}, "seconds": 0.0, "sizes": {}}
         state = json.loads(self.path.read_text(encoding="utf-8")) if self.path.exists() else state
         if state["settings"] != self.settings:
-            changed = next(key for key in {**state["settings"], **self.settings} if state["settings"].get(key) != self.settings.get(key))
-            raise ValueError(f"{directory} holds an unfinished run with other settings ({changed}); finish that one or remove the directory")
+            changed = next(
+                key
+                for key in {**state["settings"], **self.settings}
+                if state["settings"].get(key) != self.settings.get(key)
+            )
+            raise ValueError(
+                f"{directory} holds an unfinished run with other settings ({changed}); "
+                "finish that one or remove the directory"
+            )
         directory.mkdir(parents=True, exist_ok=True)
-        self.done, self.counts, self._seconds = state["done"], Counter(state["counts"]), state["seconds"]
+        self.done = state["done"]
+        self.counts = Counter(state["counts"])
+        self._seconds = state["seconds"]
         self._started = self._saved = time.monotonic()
         self._files = {name: open(directory / name, "ab") for name in names}  # noqa: SIM115 - closed by `close`
         for name, file in self._files.items():
             if file.tell() < state["sizes"].get(name, 0):
-                raise ValueError(f"{directory / name} is shorter than when the run stopped; remove the directory and start anew")
+                raise ValueError(
+                    f"{directory / name} is shorter than when the run stopped; remove the "
+                    "directory and start anew"
+                )
             file.truncate(state["sizes"].get(name, 0))
 
     @property
@@ -71,13 +95,21 @@ class Journal:
         self._files[name].write(line.encode())
 
     def save(self, every: float = 0.0) -> None:
-        """Make all that was written so far part of what a resumed pass keeps, unless the last save is less than `every` seconds old."""
+        """Make all that was written so far part of what a resumed pass keeps, unless the last save
+        is less than `every` seconds old.
+        """
         if time.monotonic() - self._saved < every:
             return
         for file in self._files.values():
             file.flush()
         sizes = {name: file.tell() for name, file in self._files.items()}
-        state = {"settings": self.settings, "done": self.done, "counts": self.counts, "seconds": self.seconds, "sizes": sizes}
+        state = {
+            "settings": self.settings,
+            "done": self.done,
+            "counts": self.counts,
+            "seconds": self.seconds,
+            "sizes": sizes,
+        }
         temporary = self.path.with_suffix(".tmp")
         temporary.write_text(json.dumps(state), encoding="utf-8")
         temporary.replace(self.path)

@@ -1,4 +1,6 @@
-"""Draw curves as a small self-contained SVG: no plotting library, the same bytes for the same numbers. Classes let a page set its own colours."""
+"""Draw curves as a small self-contained SVG: no plotting library, the same bytes for the same
+numbers. Classes let a page set its own colours.
+"""
 
 import html
 import math
@@ -25,8 +27,8 @@ class Curve:
 
 
 def nice_ticks(low, high, num=5, least=0.0):
-    """Return about num round numbers (1, 2 or 5 times a power of ten apart, and no less than `least`) covering [low, high], ends included; low == high
-    is widened, 0 upwards.
+    """Return about num round numbers (1, 2 or 5 times a power of ten apart, and no less than
+    `least`) covering [low, high], ends included; low == high is widened, 0 upwards.
 
     nice_ticks(0.1, 0.83) -> [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
     """
@@ -40,31 +42,54 @@ def nice_ticks(low, high, num=5, least=0.0):
 
 
 def _text(x, y, content, *, anchor="middle", size=12, extra=""):
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}"{extra}>{html.escape(content)}</text>'
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" '
+        f'font-size="{size}"{extra}>{html.escape(content)}</text>'
+    )
 
 
-def svg_curves(curves: Sequence[Curve], title: str, x_label: str, y_label: str, *, y_range: tuple[float, ...] = ()) -> str:
-    """Return an SVG element: curves with axes, ticks, labels and the names. x counts something (whole ticks); y_range: values that the axis shows in any case.
+def svg_curves(
+    curves: Sequence[Curve],
+    title: str,
+    x_label: str,
+    y_label: str,
+    *,
+    y_range: tuple[float, ...] = (),
+) -> str:
+    """Return an SVG element: curves with axes, ticks, labels and the names. x counts something
+    (whole ticks); y_range: values that the axis shows in any case.
 
     ValueError: no points, unequal lengths, NaN or infinity.
     """
     for curve in curves:
         if not curve.xs or len(curve.xs) != len(curve.ys):
-            raise ValueError(f"{len(curve.xs)} x values and {len(curve.ys)} y values for the curve {title!r}; as many of both are needed, and one at least")
+            raise ValueError(
+                f"{len(curve.xs)} x values and {len(curve.ys)} y values for the curve "
+                f"{title!r}; as many of both are needed, and one at least"
+            )
         if not all(math.isfinite(value) for value in (*curve.xs, *curve.ys)):
-            raise ValueError(f"the curve {title!r} has values that are not finite; leave those points out")
-    xs, ys = ([value for curve in curves for value in getattr(curve, axis)] for axis in ("xs", "ys"))
-    x_ticks, y_ticks = nice_ticks(min(xs), max(xs), least=1.0), nice_ticks(min([*ys, *y_range]), max([*ys, *y_range]))
+            raise ValueError(
+                f"the curve {title!r} has values that are not finite; leave those points out"
+            )
+    xs, ys = (
+        [value for curve in curves for value in getattr(curve, axis)] for axis in ("xs", "ys")
+    )
+    x_ticks = nice_ticks(min(xs), max(xs), least=1.0)
+    y_ticks = nice_ticks(min([*ys, *y_range]), max([*ys, *y_range]))
     named = [curve for curve in curves if curve.name]
     top, right, floor = TOP + LEGEND_STEP * len(named), WIDTH - RIGHT, HEIGHT - BOTTOM
     middle = (top + floor) / 2
 
     def at(x, y):
-        across, up = (x - x_ticks[0]) / (x_ticks[-1] - x_ticks[0]), (y - y_ticks[0]) / (y_ticks[-1] - y_ticks[0])
+        across = (x - x_ticks[0]) / (x_ticks[-1] - x_ticks[0])
+        up = (y - y_ticks[0]) / (y_ticks[-1] - y_ticks[0])
         return LEFT + across * (right - LEFT), floor - up * (floor - top)
 
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="plot" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" fill="{INK}">',
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="plot" viewBox="0 0 {WIDTH} '
+            f'{HEIGHT}" font-family="sans-serif" fill="{INK}">'
+        ),
         f'<rect class="paper" width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
         _text(WIDTH / 2, 24, title, size=15),
         _text((LEFT + right) / 2, HEIGHT - 12, x_label),
@@ -72,27 +97,47 @@ def svg_curves(curves: Sequence[Curve], title: str, x_label: str, y_label: str, 
     ]
     for y in y_ticks:
         level = at(x_ticks[0], y)[1]
-        parts.append(f'<line class="grid" x1="{LEFT}" y1="{level:.1f}" x2="{right}" y2="{level:.1f}" stroke="{GRID}"/>')
+        parts.append(
+            f'<line class="grid" x1="{LEFT}" y1="{level:.1f}" x2="{right}" y2="{level:.1f}" '
+            f'stroke="{GRID}"/>'
+        )
         parts.append(_text(LEFT - 8, level + 4, f"{y:.6g}", anchor="end"))
     for x in x_ticks:
         across = at(x, y_ticks[0])[0]
-        parts.append(f'<line class="axis" x1="{across:.1f}" y1="{floor}" x2="{across:.1f}" y2="{floor + 5}" stroke="{INK}"/>')
+        parts.append(
+            f'<line class="axis" x1="{across:.1f}" y1="{floor}" x2="{across:.1f}" '
+            f'y2="{floor + 5}" stroke="{INK}"/>'
+        )
         parts.append(_text(across, floor + 20, f"{x:.6g}"))
-    parts.append(f'<path class="axis" d="M{LEFT} {top} V{floor} H{right}" fill="none" stroke="{INK}"/>')
+    parts.append(
+        f'<path class="axis" d="M{LEFT} {top} V{floor} H{right}" fill="none" stroke="{INK}"/>'
+    )
     for curve in curves:
         points = [at(x, y) for x, y in zip(curve.xs, curve.ys, strict=True)]
-        line, color = " ".join(f"{x:.1f},{y:.1f}" for x, y in points), COLORS[curve.color % len(COLORS)]
+        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        color = COLORS[curve.color % len(COLORS)]
         group = f"s{curve.color % len(COLORS)}"
-        shown = f'class="line {group}" stroke="{color}" stroke-width="2" stroke-linejoin="round"' + ' stroke-dasharray="5 4"' * curve.dashed
+        shown = (
+            f'class="line {group}" stroke="{color}" stroke-width="2" stroke-linejoin="round"'
+            + ' stroke-dasharray="5 4"' * curve.dashed
+        )
         if curve.filled:
             area = f"M{points[0][0]:.1f} {floor} L{line} L{points[-1][0]:.1f} {floor} Z"
-            parts.append(f'<path class="fill {group}" d="{area}" fill="{color}" fill-opacity="0.15"/>')
+            parts.append(
+                f'<path class="fill {group}" d="{area}" fill="{color}" fill-opacity="0.15"/>'
+            )
         parts.append(f'<polyline points="{line}" fill="none" {shown}/>')
         if len(points) <= 60 and not curve.filled:
-            parts += [f'<circle class="fill {group}" cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{color}"/>' for x, y in points]
+            parts += [
+                f'<circle class="fill {group}" cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{color}"/>'
+                for x, y in points
+            ]
         if curve.name:
             y = TOP + LEGEND_STEP * named.index(curve)
-            parts += [f'<path d="M{LEFT} {y} H{LEFT + 24}" fill="none" {shown}/>', _text(LEFT + 32, y + 4, curve.name, anchor="start")]
+            parts += [
+                f'<path d="M{LEFT} {y} H{LEFT + 24}" fill="none" {shown}/>',
+                _text(LEFT + 32, y + 4, curve.name, anchor="start"),
+            ]
     return "\n".join([*parts, "</svg>"])
 
 

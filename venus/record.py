@@ -1,4 +1,6 @@
-"""Record what a run was started with, so that every number can be regenerated: config, versions, commit, seed, machine."""
+"""Record what a run was started with, so that every number can be regenerated: config, versions,
+commit, seed, machine.
+"""
 
 import dataclasses
 import importlib.metadata
@@ -10,26 +12,36 @@ import sys
 from pathlib import Path
 
 PACKAGES = ("torch", "numpy", "tokenizers", "safetensors", "triton")
-SECRET_ENDINGS = ("key", "token", "secret", "password")  # of field names; the values are neither saved nor printed
+# of field names; the values are neither saved nor printed
+SECRET_ENDINGS = ("key", "token", "secret", "password")
 MASK = "***"
 
 
 def _config_and_secrets(cfg):
     """Return the config as a dict with secrets masked, and the secrets themselves."""
     config = dataclasses.asdict(cfg)
-    named = [name for name, value in config.items() if isinstance(value, str) and value and name.rsplit("_", 1)[-1] in SECRET_ENDINGS]
+    named = [
+        name
+        for name, value in config.items()
+        if isinstance(value, str) and value and name.rsplit("_", 1)[-1] in SECRET_ENDINGS
+    ]
     return config | dict.fromkeys(named, MASK), [config[name] for name in named]
 
 
 def git_state(directory):
-    """Return {commit, dirty} of the checkout whose root is `directory`, None when it is not the root of one or git is missing."""
+    """Return {commit, dirty} of the checkout whose root is `directory`, None when it is not the
+    root of one or git is missing.
+    """
 
     def git(*args):
-        return subprocess.run(["git", "-C", str(directory), *args], capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(
+            ["git", "-C", str(directory), *args], capture_output=True, text=True, check=True
+        ).stdout.strip()
 
     try:
         root, commit = git("rev-parse", "--show-toplevel", "HEAD").splitlines()
-        # An installed copy may lie below some other project's checkout, whose commit says nothing about this code.
+        # An installed copy may lie below some other project's checkout, whose commit says
+        # nothing about this code.
         if Path(root).resolve() != Path(directory).resolve():
             return None
         return {"commit": commit, "dirty": git("status", "--porcelain") != ""}
@@ -52,9 +64,12 @@ def _version(package):
 
 
 def environment():
-    """Return what any measurement depends on: versions (None: not installed), git ({commit, dirty} or None), platform (system, cpu, cores)."""
+    """Return what any measurement depends on: versions (None: not installed), git ({commit, dirty}
+    or None), platform (system, cpu, cores).
+    """
     return {
-        "versions": {"python": platform.python_version()} | {package: _version(package) for package in PACKAGES},
+        "versions": {"python": platform.python_version()}
+        | {package: _version(package) for package in PACKAGES},
         "git": git_state(Path(__file__).resolve().parents[1]),
         "platform": {"system": platform.platform(), "cpu": _cpu_model(), "cores": os.cpu_count()},
     }
@@ -63,23 +78,32 @@ def environment():
 def machine():
     """Return the environment as one line, to stand beside a measurement."""
     env = environment()
-    versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items() if version)
-    commit = f"commit {env['git']['commit'][:12]}{' with changes' * env['git']['dirty']}" if env["git"] else "no commit"
+    versions = ", ".join(
+        f"{name} {version}" for name, version in env["versions"].items() if version
+    )
+    commit = (
+        f"commit {env['git']['commit'][:12]}{' with changes' * env['git']['dirty']}"
+        if env["git"]
+        else "no commit"
+    )
     return f"{env['platform']['cpu']}, {env['platform']['cores']} cores; {versions}; {commit}"
 
 
 def save_run(cfg, directory, **extra):
     """Write directory/run.json atomically and return what it holds.
 
-    Keys: config (resolved, secrets masked), versions (None: not installed), git ({commit, dirty} or None), seed (None when the config
-    has none), argv, platform (system, cpu, cores), and the extra ones given, such as device or world_size. ValueError for NaN.
+    Keys: config (resolved, secrets masked), versions (None: not installed), git ({commit, dirty} or
+    None), seed (None when the config has none), argv, platform (system, cpu, cores), and the extra
+    ones given, such as device or world_size. ValueError for NaN.
     """
     config, secrets = _config_and_secrets(cfg)
     argv = list(sys.argv)
     for secret in secrets:
         argv = [word.replace(secret, MASK) for word in argv]
     record = {"config": config, **environment(), "seed": config.get("seed"), "argv": argv}
-    assert not record.keys() & extra.keys(), f"extra keys {sorted(record.keys() & extra.keys())} are the record's own"
+    assert not record.keys() & extra.keys(), (
+        f"extra keys {sorted(record.keys() & extra.keys())} are the record's own"
+    )
     text = json.dumps(record | extra, indent=2, ensure_ascii=False, allow_nan=False)
     path = Path(directory) / "run.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -90,8 +114,13 @@ def save_run(cfg, directory, **extra):
 
 
 def print_plan(cfg, rows):
-    """Print the resolved config and the plan, a list of (name, value), as two aligned blocks. For --dry-run."""
-    for title, pairs in (("config", list(_config_and_secrets(cfg)[0].items())), ("plan", list(rows))):
+    """Print the resolved config and the plan, a list of (name, value), as two aligned
+    blocks. For --dry-run.
+    """
+    for title, pairs in (
+        ("config", list(_config_and_secrets(cfg)[0].items())),
+        ("plan", list(rows)),
+    ):
         print(title)
         for name, value in pairs:
             print(f"  {name:<{max(len(name) for name, _ in pairs)}}  {value}")

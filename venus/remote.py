@@ -1,7 +1,9 @@
-"""A policy behind an OpenAI-compatible endpoint, with the sampler's interface: the agent does not know whom it talks to.
+"""A policy behind an OpenAI-compatible endpoint, with the sampler's interface: the agent does not
+know whom it talks to.
 
-A row keeps its ids as if they had been sampled here; for a turn they are split at the role markers into messages, and the answer is encoded again.
-So the ids of a turn spell what the server said and may not be those that it sampled. Log-probs are absent, and nobody may train on such records.
+A row keeps its ids as if they had been sampled here; for a turn they are split at the role markers
+into messages, and the answer is encoded again. So the ids of a turn spell what the server said and
+may not be those that it sampled. Log-probs are absent, and nobody may train on such records.
 """
 
 import queue
@@ -16,16 +18,31 @@ from venus.chat_api import ChatClient, ChatError, ChatRequestError, Completion
 from venus.sampler import Generation, SamplingParams
 from venus.tokenizer import ChatTokenizer
 
-POLL = 0.05  # seconds that a step waits for an answer, so that finished tools are not kept waiting for a slow turn
+# seconds that a step waits for an answer, so that finished tools are not kept
+# waiting for a slow turn
+POLL = 0.05
 LEAST_TOKENS = 256  # of a turn that is worth asking for
 TAGS = re.compile("(" + "|".join(map(re.escape, protocol.SPECIAL_TOKENS[3:])) + ")")
 
 
 class RemoteSampler:
-    """One request a busy row, in a thread of its own; `capacity`: tokens of a row. The noise is the server's: the key is sent as its seed."""
+    """One request a busy row, in a thread of its own; `capacity`: tokens of a row. The noise is the
+    server's: the key is sent as its seed.
+    """
 
-    def __init__(self, client: ChatClient, tokenizer: ChatTokenizer, params: SamplingParams, *, num_slots: int, capacity: int):
-        self.client, self.tokenizer, self.params, self.capacity = client, tokenizer, params, capacity
+    def __init__(
+        self,
+        client: ChatClient,
+        tokenizer: ChatTokenizer,
+        params: SamplingParams,
+        *,
+        num_slots: int,
+        capacity: int,
+    ):
+        self.client = client
+        self.tokenizer = tokenizer
+        self.params = params
+        self.capacity = capacity
         self.rows: dict[int, int] = {}  # slots that wait for an answer -> budget
         self.free = list(range(num_slots))
         self.contexts: dict[int, list[int]] = {}
@@ -58,18 +75,36 @@ class RemoteSampler:
         self.contexts[slot] += ids
 
     def feed(self, slot: int, ids: list[int], *, budget: int, key: int) -> None:
-        """Append `ids`, which end with the generation prompt, and ask for the turn, of up to `budget` tokens."""
-        assert slot not in self.rows and ids and budget > 0, f"feed slot {slot}: {len(ids)} ids, budget {budget}"
+        """Append `ids`, which end with the generation prompt, and ask for the turn, of
+        up to `budget` tokens.
+        """
+        assert slot not in self.rows and ids and budget > 0, (
+            f"feed slot {slot}: {len(ids)} ids, budget {budget}"
+        )
         if self.length(slot) + len(ids) + budget - 1 > self.capacity:
-            raise ValueError(f"{self.length(slot)} + {len(ids)} new ids + {budget} to sample exceed the context of {self.capacity}")
+            raise ValueError(
+                f"{self.length(slot)} + {len(ids)} new ids + {budget} to sample exceed the "
+                f"context of {self.capacity}"
+            )
         self.contexts[slot] += ids
         self.rows[slot] = budget
-        how = {"temperature": self.params.temperature, "top_p": self.params.top_p, "max_tokens": budget, "seed": key % 2**31}
-        how |= {"top_k": self.params.top_k} if self.params.top_k else {}  # not in OpenAI's own interface
-        threading.Thread(target=self._ask, args=(slot, messages_of(self.contexts[slot], self.tokenizer), how), daemon=True).start()
+        how = {
+            "temperature": self.params.temperature,
+            "top_p": self.params.top_p,
+            "max_tokens": budget,
+            "seed": key % 2**31,
+        }
+        # not in OpenAI's own interface
+        how |= {"top_k": self.params.top_k} if self.params.top_k else {}
+        threading.Thread(
+            target=self._ask,
+            args=(slot, messages_of(self.contexts[slot], self.tokenizer), how),
+            daemon=True,
+        ).start()
 
     def step(self) -> list[Generation]:
-        """Return the turns that have been answered, waiting POLL for the first; one without ids has failed after all its tries.
+        """Return the turns that have been answered, waiting POLL for the first; one without ids has
+        failed after all its tries.
 
         ChatRefusedError when the server refuses us.
         """
@@ -81,7 +116,11 @@ class RemoteSampler:
                 break
             budget = self.rows.pop(slot)
             if isinstance(outcome, ChatError | ChatRequestError):
-                hint = "; lower --max-context" if isinstance(outcome, ChatRequestError) and outcome.too_long else ""
+                hint = (
+                    "; lower --max-context"
+                    if isinstance(outcome, ChatRequestError) and outcome.too_long
+                    else ""
+                )
                 tqdm.write(f"policy: {outcome}{hint}", file=sys.stderr)
                 finished.append(Generation(slot))
             elif isinstance(outcome, Exception):
@@ -108,7 +147,9 @@ class RemoteSampler:
             self.done.put((slot, outcome))
 
     def _complete(self, messages: list[dict], how: dict) -> Completion:
-        """The answer. The server counts a few tokens more than we do, or has less context: while a row does not fit, half the turn is asked for."""
+        """The answer. The server counts a few tokens more than we do, or has less context: while a
+        row does not fit, half the turn is asked for.
+        """
         while True:
             try:
                 return self.client.complete(messages, **how)
@@ -119,7 +160,9 @@ class RemoteSampler:
 
 
 def messages_of(ids: list[int], tokenizer: ChatTokenizer) -> list[dict]:
-    """The messages of a row that ends with the generation prompt, which the server will write itself. Split by ids: text may spell role markers."""
+    """The messages of a row that ends with the generation prompt, which the server will write
+    itself. Split by ids: text may spell role markers.
+    """
     messages, start = [], None
     for position, token in enumerate(ids):
         if token == tokenizer.im_start_id:
@@ -127,14 +170,18 @@ def messages_of(ids: list[int], tokenizer: ChatTokenizer) -> list[dict]:
         elif token == tokenizer.im_end_id:
             role, _, content = tokenizer.decode(ids[start:position]).partition("\n")
             messages.append({"role": role, "content": content})
-    assert ids[start - 1 :] == tokenizer.generation_prompt_ids, "the row does not end with the generation prompt"
+    assert ids[start - 1 :] == tokenizer.generation_prompt_ids, (
+        "the row does not end with the generation prompt"
+    )
     return messages
 
 
 def turn_text(completion: Completion) -> str:
-    """A turn as it would stand after the generation prompt, which has opened the thoughts, in whatever way the server returned them.
+    """A turn as it would stand after the generation prompt, which has opened the thoughts, in
+    whatever way the server returned them.
 
-    Thoughts kept apart, or written out with or without <think>; an answer without any has empty ones. Those that were cut off are not closed.
+    Thoughts kept apart, or written out with or without <think>; an answer without any has empty
+    ones. Those that were cut off are not closed.
     """
     text, cut_off = completion.text, completion.finish_reason == "length"
     if completion.reasoning:
@@ -148,6 +195,12 @@ def turn_text(completion: Completion) -> str:
 
 
 def encode_turn(text: str, tokenizer: ChatTokenizer) -> list[int]:
-    """Ids of a turn: tags are structure, as a model samples them; a role marker that the text spells stays text."""
+    """Ids of a turn: tags are structure, as a model samples them; a role marker that the
+    text spells stays text.
+    """
     encoders = {True: tokenizer.encode, False: tokenizer.encode_untrusted}
-    return [token for number, part in enumerate(TAGS.split(text)) for token in encoders[number % 2 == 1](part)]
+    return [
+        token
+        for number, part in enumerate(TAGS.split(text))
+        for token in encoders[number % 2 == 1](part)
+    ]

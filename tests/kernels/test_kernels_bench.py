@@ -1,4 +1,6 @@
-"""The benchmark: it checks before it times, it says what is missing, and its tables hold what the README quotes."""
+"""The benchmark: it checks before it times, it says what is missing, and its tables hold
+what the README quotes.
+"""
 
 import json
 import sys
@@ -23,16 +25,25 @@ def small_case():
 @pytest.mark.usefixtures("no_children")
 @pytest.mark.parametrize("key", ["gt_score-tiny", "attention-tiny", "cross_entropy-8192-656-24%"])
 def test_every_provider_that_runs_on_a_cpu_is_right(key):
-    """Gradients and values against fp32 or fp64 oracles that share no code with them, at the shapes of the tiny model."""
+    """Gradients and values against fp32 or fp64 oracles that share no code with them, at the
+    shapes of the tiny model.
+    """
     rows = bench.measure(key, bench.cases("all", "cpu")[key](), "cpu", repeats=1)
     lacking = {row["provider"] for row in rows if row["status"] not in ("ok", bench.ON_CUDA_ONLY)}
-    assert lacking <= (set() if hasattr(F, "linear_cross_entropy") else {"F.linear_cross_entropy"})  # torch 2.11 has it not
-    assert all(row["total_ms"] > 0 and row["time_to_bound"] > 0 for row in rows if row["status"] == "ok")
+    # torch 2.11 has it not
+    assert lacking <= (set() if hasattr(F, "linear_cross_entropy") else {"F.linear_cross_entropy"})
+    assert all(
+        row["total_ms"] > 0 and row["time_to_bound"] > 0 for row in rows if row["status"] == "ok"
+    )
 
 
 @pytest.mark.usefixtures("no_children")
 def test_what_is_wrong_is_not_timed(monkeypatch):
-    monkeypatch.setattr(bench, "linear_token_loss", lambda h, w, targets, objective: ((h @ w.T).mean() * 0 + 5.0, None, None))
+    monkeypatch.setattr(
+        bench,
+        "linear_token_loss",
+        lambda h, w, targets, objective: ((h @ w.T).mean() * 0 + 5.0, None, None),
+    )
     rows = {row["provider"]: row for row in bench.measure("", small_case(), "cpu", repeats=1)}
     assert rows["one pass"]["status"] == "WRONG"
     assert "total_ms" not in rows["one pass"]
@@ -59,7 +70,20 @@ def test_flops_credit_no_recomputation():
 @pytest.mark.slow
 def test_the_command_measures_memory_in_a_process_of_its_own(tmp_path, monkeypatch):
     """Two tables of the tiny model; the JSON file holds what was printed and what it depends on."""
-    monkeypatch.setattr(sys, "argv", ["bench", "attention", "--device", "cpu", "--json", str(tmp_path / "rows.json"), "--repeats", "1"])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        [
+            "bench",
+            "attention",
+            "--device",
+            "cpu",
+            "--json",
+            str(tmp_path / "rows.json"),
+            "--repeats",
+            "1",
+        ],
+    )
     bench.main()
     written = json.loads((tmp_path / "rows.json").read_text())
     assert written["environment"]["torch"] == torch.__version__

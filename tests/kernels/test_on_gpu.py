@@ -1,6 +1,8 @@
-"""The kernels on a CUDA device, against fp64: the same rules as under the interpreter, at sizes that have several tiles in every direction.
+"""The kernels on a CUDA device, against fp64: the same rules as under the interpreter, at sizes
+that have several tiles in every direction.
 
-Shapes: N tokens  V vocab  D hidden. Needs no conftest: pytest --noconftest -m gpu tests/kernels/test_on_gpu.py
+Shapes: N tokens  V vocab
+        D hidden. Needs no conftest: pytest --noconftest -m gpu tests/kernels/test_on_gpu.py
 """
 
 import random
@@ -14,20 +16,33 @@ from kernels.gt_score import branch_attention, branch_attention_ref, plan_rows
 from kernels.paged_decode import paged_decode, paged_decode_torch
 from venus.attention import Layout, attend, plan_attention
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 
 
 def problem(num_tokens, hidden, vocab, dtype, seed=0):
     generator = torch.Generator("cuda").manual_seed(seed)
-    h = torch.randn(num_tokens, hidden, generator=generator, device="cuda").to(dtype).requires_grad_()
-    w = (torch.randn(vocab, hidden, generator=generator, device="cuda") * hidden**-0.5 * 3).to(dtype).requires_grad_()
+    h = (
+        torch.randn(num_tokens, hidden, generator=generator, device="cuda")
+        .to(dtype)
+        .requires_grad_()
+    )
+    w = (
+        (torch.randn(vocab, hidden, generator=generator, device="cuda") * hidden**-0.5 * 3)
+        .to(dtype)
+        .requires_grad_()
+    )
     upstream = torch.randn(2, num_tokens, generator=generator, device="cuda")
     return h, w, torch.randint(vocab, (num_tokens,), generator=generator, device="cuda"), upstream
 
 
 def plain(h, w, targets, temperature):
     log_softmax = F.log_softmax(h @ w.T / temperature, dim=-1)
-    return log_softmax.gather(-1, targets[:, None])[:, 0], -(log_softmax.exp() * log_softmax).sum(-1)
+    return log_softmax.gather(-1, targets[:, None])[:, 0], -(log_softmax.exp() * log_softmax).sum(
+        -1
+    )
 
 
 def with_gradients(function, h, w, targets, upstream, temperature):
@@ -41,19 +56,41 @@ def with_gradients(function, h, w, targets, upstream, temperature):
 @pytest.mark.parametrize("shape", [(300, 256, 1000), (1, 128, 515), (257, 2560, 4099)], ids=str)
 def test_log_probs_entropies_and_gradients(shape, dtype, temperature):
     h, w, targets, upstream = problem(*shape, dtype)
-    exact = with_gradients(plain, h.detach().double().requires_grad_(), w.detach().double().requires_grad_(), targets, upstream.double(), temperature)
+    exact = with_gradients(
+        plain,
+        h.detach().double().requires_grad_(),
+        w.detach().double().requires_grad_(),
+        targets,
+        upstream.double(),
+        temperature,
+    )
     same = with_gradients(plain, h, w, targets, upstream.to(dtype), temperature)
-    got = with_gradients(lambda *args: linear_log_probs(*args[:3], temperature=args[3], kernel="triton"), h, w, targets, upstream, temperature)
+    got = with_gradients(
+        lambda *args: linear_log_probs(*args[:3], temperature=args[3], kernel="triton"),
+        h,
+        w,
+        targets,
+        upstream,
+        temperature,
+    )
     for ours, theirs, truth in zip(got, same, exact, strict=True):
         assert (ours - truth).norm() <= (theirs - truth).norm() + 1e-5 * truth.norm()
 
 
 def test_the_real_vocabulary_in_several_chunks_is_the_same_every_time():
-    """2,500 rows in one-pass chunks of 1 GiB, twice: no atomics, so every bit agrees; and against the recompute form."""
+    """2,500 rows in one-pass chunks of 1 GiB, twice: no atomics, so every bit agrees; and
+    against the recompute form.
+    """
     outcomes = []
     for _ in range(2):
         h, w, targets, (a, _) = problem(2500, 512, 151_936, torch.bfloat16)
-        loss, log_probs, entropies = linear_token_loss(h, w, targets, lambda log_probs, rows, a=a: (a[rows] * log_probs, a[rows]), kernel="triton")
+        loss, log_probs, entropies = linear_token_loss(
+            h,
+            w,
+            targets,
+            lambda log_probs, rows, a=a: (a[rows] * log_probs, a[rows]),
+            kernel="triton",
+        )
         outcomes.append((log_probs, entropies, *torch.autograd.grad(loss, (h, w))))
     assert all(torch.equal(x, y) for x, y in zip(*outcomes, strict=True))
     log_probs, entropies = linear_log_probs(h, w, targets, kernel="triton")
@@ -75,7 +112,10 @@ def test_random_packings(seed):
             spans.append((size, size + length, doc, doc + cut))
             size += length
     heads, kv_heads = choose.choice([(8, 8), (8, 4), (8, 2), (5, 1)])
-    q, k, v = (torch.randn(size, n, 128, device="cuda", dtype=torch.bfloat16) for n in (heads, kv_heads, kv_heads))
+    q, k, v = (
+        torch.randn(size, n, 128, device="cuda", dtype=torch.bfloat16)
+        for n in (heads, kv_heads, kv_heads)
+    )
     exact = branch_attention_ref(q.double(), k.double(), v.double(), spans)
     same = branch_attention_ref(q, k, v, spans)
     got = branch_attention(q, k, v, plan_rows(spans, heads // kv_heads, q.device))
@@ -85,11 +125,18 @@ def test_random_packings(seed):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_paged_decode_over_ragged_rows(dtype):
-    """16 rows of up to 5,000 tokens and one empty, pages of 256 dealt at random, in a CUDA graph that is replayed with other lengths."""
+    """16 rows of up to 5,000 tokens and one empty, pages of 256 dealt at random, in a CUDA graph
+    that is replayed with other lengths.
+    """
     rows, width = 17, 20
     generator = torch.Generator("cuda").manual_seed(0)
-    keys, values = (torch.randn(rows * width + 1, 256, 8, 128, generator=generator, device="cuda").to(dtype) for _ in range(2))
-    tables = (torch.randperm(rows * width, generator=generator, device="cuda").view(rows, width) + 1).int()
+    keys, values = (
+        torch.randn(rows * width + 1, 256, 8, 128, generator=generator, device="cuda").to(dtype)
+        for _ in range(2)
+    )
+    tables = (
+        torch.randperm(rows * width, generator=generator, device="cuda").view(rows, width) + 1
+    ).int()
     q = torch.randn(rows, 32, 128, generator=generator, device="cuda").to(dtype)
     lengths = torch.randint(1, 5000, (rows,), generator=generator, device="cuda").int()
     paged_decode(q, keys, values, tables, lengths)  # compiles
@@ -105,7 +152,10 @@ def test_paged_decode_over_ragged_rows(dtype):
 
 
 def test_documents_go_through_flash_attention_with_gradients():
-    q, k, v = (torch.randn(1, 500, n, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in (8, 2, 2))
+    q, k, v = (
+        torch.randn(1, 500, n, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for n in (8, 2, 2)
+    )
     layout = Layout.documents([200, 1, 299])
     results = []
     for planned in (plan_attention(layout, q.flatten(2), 4, "auto"), layout):

@@ -1,11 +1,15 @@
-"""What a tool is: a name, a call with normalised arguments, and a result whose status says what happened."""
+"""What a tool is: a name, a call with normalised arguments, and a result whose
+status says what happened.
+"""
 
 from dataclasses import dataclass
 from typing import Protocol
 
 
 class ToolServiceError(ValueError):
-    """A service behind a tool is down, or the run's budget is spent. Like any ValueError of a tool it ends the run; finished rollouts are kept."""
+    """A service behind a tool is down, or the run's budget is spent. Like any ValueError of a tool
+    it ends the run; finished rollouts are kept.
+    """
 
 
 @dataclass(frozen=True)
@@ -13,8 +17,10 @@ class ToolResult:
     """What one call returned.
 
     text    the observation body, without its <tool_response> tags
-    status  ok | empty (the service answered: no hits, page missing or silent on the goal) | error (this call failed) | timeout
-    items   the same content as data, so that nobody parses `text`: SearchHit per hit, or VisitedPage per page found
+    status  ok | empty (the service answered: no hits, page missing or silent on the goal) | error
+            (this call failed) | timeout
+    items   the same content as data, so that nobody parses `text`: SearchHit per hit, or
+            VisitedPage per page found
     """
 
     text: str
@@ -31,7 +37,8 @@ class VisitedPage:
 
 
 class Tool(Protocol):
-    """A callable with a name. It runs in a thread pool, several calls at once: it must be thread safe.
+    """A callable with a name. It runs in a thread pool, several calls at once: it
+    must be thread safe.
 
     arguments  as `parse_action` normalises them: {"query": [...]} or {"url": [...], "goal": ...}
     corpus     absolute path of the question's corpus, or None

@@ -8,8 +8,12 @@ from urllib.parse import urljoin
 from venus.http_calls import CallError, RefusedError, Reply, TryError, exchange
 
 MAX_BYTES, MAX_HOPS = 4 << 20, 5  # of a page; redirects followed
-WARNINGS = re.compile(r"Target URL returned error \d+|requiring CAPTCHA", re.IGNORECASE)  # of Jina, in an answer that says 200
-AGENT_HEADERS = {"User-Agent": "Mozilla/5.0 (compatible; Venus research agent)", "Accept": "text/html,text/plain;q=0.9,*/*;q=0.5"}
+# of Jina, in an answer that says 200
+WARNINGS = re.compile(r"Target URL returned error \d+|requiring CAPTCHA", re.IGNORECASE)
+AGENT_HEADERS = {
+    "User-Agent": "Mozilla/5.0 (compatible; Venus research agent)",
+    "Accept": "text/html,text/plain;q=0.9,*/*;q=0.5",
+}
 
 
 class PageError(Exception):
@@ -23,14 +27,30 @@ class Jina:
         self.base, self.key, self.proxy = base.rstrip("/") + "/", key, proxy
 
     def __call__(self, url: str, seconds: float) -> str:
-        """One try: the text of the page. PageError for a page that Jina cannot get, RefusedError when it refuses us."""
-        headers = {"Authorization": f"Bearer {self.key}", "Accept": "application/json", "X-Timeout": str(max(int(seconds) - 1, 1)), "X-Retain-Images": "none"}
-        reply = exchange("POST", self.base, seconds=seconds, max_bytes=MAX_BYTES, headers=headers, body={"url": url}, proxy=self.proxy)
+        """One try: the text of the page. PageError for a page that Jina cannot get,
+        RefusedError when it refuses us.
+        """
+        headers = {
+            "Authorization": f"Bearer {self.key}",
+            "Accept": "application/json",
+            "X-Timeout": str(max(int(seconds) - 1, 1)),
+            "X-Retain-Images": "none",
+        }
+        reply = exchange(
+            "POST",
+            self.base,
+            seconds=seconds,
+            max_bytes=MAX_BYTES,
+            headers=headers,
+            body={"url": url},
+            proxy=self.proxy,
+        )
         if reply.status != 200:
             if reply.status in (401, 402) or reply.spent:
                 raise RefusedError(f"jina refuses: {reply.said(self.key)}")
             reply.raise_if_passing(self.key)
-            envelope = reply.text.lstrip().startswith("{")  # else it is not Jina that answers, and it says nothing about the page
+            # else it is not Jina that answers, and it says nothing about the page
+            envelope = reply.text.lstrip().startswith("{")
             raise PageError(reply.said(self.key)) if envelope else CallError(reply.said(self.key))
         page = reply.json_object().get("data")
         if not isinstance(page, dict) or not isinstance(page.get("content"), str):
@@ -48,14 +68,24 @@ class Fetch:
         self.proxy, self.allow_private = proxy, allow_private
 
     def __call__(self, url: str, seconds: float) -> str:
-        """One try: the text of the page behind at most MAX_HOPS redirects, each of them checked like the first address. PageError as `Jina`."""
+        """One try: the text of the page behind at most MAX_HOPS redirects, each of them checked
+        like the first address. PageError as `Jina`.
+        """
         due = time.monotonic() + seconds
         for _ in range(MAX_HOPS + 1):
-            how = {"headers": AGENT_HEADERS, "proxy": self.proxy, "public_only": not self.allow_private, "max_bytes": MAX_BYTES}
+            how = {
+                "headers": AGENT_HEADERS,
+                "proxy": self.proxy,
+                "public_only": not self.allow_private,
+                "max_bytes": MAX_BYTES,
+            }
             reply = exchange("GET", url, seconds=due - time.monotonic(), **how)
             if reply.status not in (301, 302, 303, 307, 308) or "Location" not in reply.headers:
                 break
-            url = urljoin(url, reply.headers["Location"].encode("latin-1").decode("utf-8", "replace"))  # the bytes were UTF-8
+            # the bytes were UTF-8
+            url = urljoin(
+                url, reply.headers["Location"].encode("latin-1").decode("utf-8", "replace")
+            )
         else:
             raise PageError(f"more than {MAX_HOPS} redirects")
         if reply.status != 200:
@@ -89,7 +119,27 @@ class _Text(HTMLParser):
     """Collects what a reader sees."""
 
     HIDDEN = frozenset({"script", "style", "noscript", "template", "svg"})
-    INLINE = frozenset({"a", "abbr", "b", "cite", "code", "em", "font", "i", "mark", "q", "s", "small", "span", "strong", "sub", "sup", "u"})
+    INLINE = frozenset(
+        {
+            "a",
+            "abbr",
+            "b",
+            "cite",
+            "code",
+            "em",
+            "font",
+            "i",
+            "mark",
+            "q",
+            "s",
+            "small",
+            "span",
+            "strong",
+            "sub",
+            "sup",
+            "u",
+        }
+    )
 
     def __init__(self):
         super().__init__()
