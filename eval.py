@@ -13,7 +13,7 @@ use, why the wrong ones failed.
         try model, services and judge, and exit
 
 The output directory holds trajectories.jsonl (when it rolled out), judge.jsonl (a model's verdicts
-as they come), verdicts.jsonl, summary.json (its keys: `analysis.summarise`) and run.json. The same
+as they come), verdicts.jsonl, summary.json (its keys: `grading.summary`) and run.json. The same
 command resumes: finished rollouts and verdicts are kept, failed ones are made again.
 """
 
@@ -22,22 +22,32 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from venus import analysis, grading
-from venus.agent import Agent
-from venus.benchmarks import BENCHMARKS
-from venus.chat_api import ChatClient
 from venus.cli import option, run
-from venus.collect import RolloutOptions, check_corpora, collect, jobs_of
-from venus.data import read_rollouts
-from venus.doctor import diagnose
-from venus.jsonl import write_json, write_jsonl
-from venus.judge import RULES, open_judge, parse_judge
-from venus.record import print_plan, save_run
-from venus.report import Run, read_run, write_report
+from venus.curation.formats import read_rollouts
+from venus.files import write_json, write_jsonl
+from venus.grading.benchmarks import BENCHMARKS
+from venus.grading.grade import grade_trajectories
+from venus.grading.judge import RULES, open_judge, parse_judge
+from venus.grading.summary import (
+    check_alike,
+    check_same_questions,
+    difference,
+    has_truth,
+    questions_manifest,
+    read_verdicts,
+    shared_manifest,
+    summarise,
+)
+from venus.grading.verdicts import PROMPTS
+from venus.report.page import Run, read_run, write_report
+from venus.rollout.agent import Agent
+from venus.rollout.collect import RolloutOptions, check_corpora, collect, jobs_of
+from venus.rollout.doctor import diagnose
+from venus.runlog import print_plan, save_run
+from venus.services.chat import ChatClient
 from venus.tokenizer import ChatTokenizer
 from venus.tools.options import Keys
 from venus.trajectory import Question, Trajectory, read_questions
-from venus.verdicts import PROMPTS
 
 # what the plan takes for an answer, a verdict, a token
 ANSWER_CHARS, VERDICT_TOKENS, CHARS_A_TOKEN = 400, 150, 4
@@ -173,7 +183,7 @@ def main(cfg: EvalConfig, keys: Keys) -> int | None:
     if cfg.dry_run:
         print_plan(cfg, plan(cfg, questions))
         return None
-    baseline, decoding = analysis.read_verdicts(cfg.baseline) if cfg.baseline else [], None
+    baseline, decoding = read_verdicts(cfg.baseline) if cfg.baseline else [], None
     if cfg.model:
         own, agent = manifest_of(cfg, questions), agent_of(cfg, keys, questions)
         tokenizer, decoding = agent.tokenizer, None if cfg.policy else agent.sampler.choices
@@ -205,11 +215,9 @@ def main(cfg: EvalConfig, keys: Keys) -> int | None:
     summary = {
         "name": cfg.benchmark or (Path(cfg.questions).stem if cfg.questions else output.name)
     }
-    summary |= analysis.summarise(
-        questions, trajectories, verdicts, seed=cfg.seed, resamples=cfg.resamples
-    )
+    summary |= summarise(questions, trajectories, verdicts, seed=cfg.seed, resamples=cfg.resamples)
     if baseline:
-        summary["difference"] = analysis.difference(
+        summary["difference"] = difference(
             verdicts, baseline, cfg.baseline, seed=cfg.seed, resamples=cfg.resamples
         )
     write_jsonl(output / "verdicts.jsonl", verdicts)
@@ -261,7 +269,7 @@ def manifest_of(cfg: EvalConfig, questions: list[Question]) -> dict:
     _, judge, prompt = cfg.grader()
     return (
         {"benchmark": cfg.benchmark}
-        | analysis.questions_manifest(questions)
+        | questions_manifest(questions)
         | {"judge": judge, "prompt_hash": PROMPTS[prompt].hash if prompt else None}
     )
 
@@ -322,9 +330,7 @@ def trajectories_of(
             f"{cfg.questions or cfg.data}"
         )
     if not cfg.allow_unlike:
-        analysis.check_alike(
-            [(f"{t.id} of run {t.run!r}", t.manifest) for t in found.values()], free=()
-        )
+        check_alike([(f"{t.id} of run {t.run!r}", t.manifest) for t in found.values()], free=())
     place = {
         name: number
         for number, name in enumerate(
@@ -339,13 +345,11 @@ def check_baseline(cfg: EvalConfig, manifest: dict, asked: set[str], baseline: l
     other settings.
     """
     if baseline:
-        analysis.check_same_questions(
-            asked, {row["question_id"] for row in baseline if analysis.has_truth(row)}, cfg.baseline
+        check_same_questions(
+            asked, {row["question_id"] for row in baseline if has_truth(row)}, cfg.baseline
         )
     if baseline and not cfg.allow_unlike:
-        analysis.check_alike(
-            [(cfg.output, manifest), (cfg.baseline, analysis.shared_manifest(baseline))]
-        )
+        check_alike([(cfg.output, manifest), (cfg.baseline, shared_manifest(baseline))])
 
 
 def grade(
@@ -370,7 +374,9 @@ def grade(
     with open_judge(
         judge, keys.judge, Path(cfg.output) / "judge.jsonl", cfg.judge_calls, prompt=prompt
     ) as asked:
-        return grading.grade(trajectories, asked, tokenizer, items=prompt == "deepsearchqa", **how)
+        return grade_trajectories(
+            trajectories, asked, tokenizer, items=prompt == "deepsearchqa", **how
+        )
 
 
 def report(cfg: EvalConfig, here: Run) -> None:

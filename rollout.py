@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from venus.cli import option, run
-from venus.collect import RolloutOptions, check_corpora, collect, jobs_of
-from venus.doctor import diagnose
-from venus.record import print_plan, save_run
+from venus.rollout.collect import RolloutOptions, check_corpora, collect, jobs_of
+from venus.rollout.doctor import diagnose
+from venus.runlog import print_plan, save_run
 from venus.tokenizer import ChatTokenizer
 from venus.tools.options import Keys
 from venus.trajectory import read_questions

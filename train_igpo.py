@@ -17,11 +17,17 @@ from pathlib import Path
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from venus.agent import Agent
-from venus.batches import Document, batch_items, steps_per_epoch
-from venus.checkpoint import load_sharded
 from venus.cli import option, run
-from venus.collect import (
+from venus.files import write_jsonl
+from venus.grading.judge import RULES, Case, Judge, open_judge, parse_judge
+from venus.model.costs import memory_rows, num_parameters
+from venus.model.qwen3 import ClippedPolicy, Qwen3, Qwen3Config, set_recompute
+from venus.model.weights import fingerprint
+from venus.rl.igpo import AdvantageConfig, TurnRewards, batch_advantages
+from venus.rl.info_gain import GainRule, score_turns
+from venus.rl.rewards import outcome_of
+from venus.rollout.agent import Agent
+from venus.rollout.collect import (
     RolloutOptions,
     check_corpora,
     collect,
@@ -29,21 +35,11 @@ from venus.collect import (
     rollout_metrics,
     share_of_jobs,
 )
-from venus.igpo import AdvantageConfig, TurnRewards, batch_advantages
-from venus.info_gain import GainRule, score_turns
-from venus.jsonl import write_jsonl
-from venus.judge import RULES, Case, Judge, open_judge, parse_judge
-from venus.model import ClippedPolicy, Qwen3, Qwen3Config, set_recompute
-from venus.parallel import World, unsharded
-from venus.plan import memory_rows, num_parameters
-from venus.record import print_plan
-from venus.rewards import outcome_of
+from venus.runlog import print_plan
 from venus.tokenizer import ChatTokenizer
 from venus.tools.base import Tool
 from venus.tools.options import Keys
-from venus.training import TrainingOptions, TrainingRun, compute_dtype, digest, export_latest, timed
-from venus.trajectory import Outcome, Question, Trajectory, read_questions
-from venus.updates import (
+from venus.train.backward import (
     backward,
     log_probs_of,
     padding_share,
@@ -51,7 +47,18 @@ from venus.updates import (
     policy_metrics,
     with_weights,
 )
-from venus.weights import fingerprint
+from venus.train.batches import Document, batch_items, steps_per_epoch
+from venus.train.checkpoint import load_sharded
+from venus.train.loop import (
+    TrainingOptions,
+    TrainingRun,
+    compute_dtype,
+    digest,
+    export_latest,
+    timed,
+)
+from venus.train.parallel import World, unsharded
+from venus.trajectory import Outcome, Question, Trajectory, read_questions
 
 
 @dataclass(frozen=True)

@@ -18,18 +18,18 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 from tqdm import tqdm
 
-from venus.batches import Document, batch_items, steps_per_epoch
-from venus.checkpoint import load_sharded
 from venus.cli import option, run
-from venus.data import encode_rows
-from venus.model import QWEN3_4B, Qwen3, Qwen3Config, WeightedNLL, set_recompute
-from venus.parallel import World, shard
-from venus.plan import memory_rows, num_parameters, recompute_flops, training_flops
-from venus.record import print_plan
+from venus.curation.formats import encode_rows
+from venus.model.costs import memory_rows, num_parameters, recompute_flops, training_flops
+from venus.model.qwen3 import QWEN3_4B, Qwen3, Qwen3Config, WeightedNLL, set_recompute
+from venus.model.weights import fingerprint
+from venus.runlog import print_plan
 from venus.tokenizer import ChatTokenizer
-from venus.training import TrainingOptions, TrainingRun, compute_dtype, digest, export_latest
-from venus.updates import backward, padding_share, with_weights
-from venus.weights import fingerprint
+from venus.train.backward import backward, padding_share, with_weights
+from venus.train.batches import Document, batch_items, steps_per_epoch
+from venus.train.checkpoint import load_sharded
+from venus.train.loop import TrainingOptions, TrainingRun, compute_dtype, digest, export_latest
+from venus.train.parallel import World, shard
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,8 @@ section layer 40 "$python" - "$out/layer.json" <<'PY'
 import dataclasses, json, sys, time
 import torch
 import torch.nn.functional as F
-from venus.attention import Layout, plan_attention
-from venus.model import Block, Qwen3Config, apply_rope, rope_cos_sin
+from venus.model.attention import Layout, plan_attention
+from venus.model.qwen3 import Block, Qwen3Config, apply_rope, rope_cos_sin
 
 cuda = torch.cuda.is_available()
 device, dtype, tokens = ("cuda", torch.bfloat16, 8192) if cuda else ("cpu", torch.float32, 256)

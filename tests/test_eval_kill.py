@@ -16,10 +16,10 @@ from agent_fakes import answer, tiny_tokenizer
 from stub_server import completion, serve
 from tiny_runs import ROOT, environment, tiny_world
 
-from venus.jsonl import read_jsonl, write_jsonl
-from venus.model import Qwen3, Qwen3Config
+from venus.files import read_jsonl, write_jsonl
+from venus.model.qwen3 import Qwen3, Qwen3Config
+from venus.model.weights import copy_tokenizer_files, save_model
 from venus.trajectory import read_trajectories
-from venus.weights import copy_tokenizer_files, save_model
 
 SMALL = [
     *(

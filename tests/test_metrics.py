@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from venus.metrics import MetricsLogger
+from venus.runlog import MetricsLogger
 
 
 def rows(directory):

@@ -14,12 +14,12 @@ import pytest
 from chat_samples import DATA, needs_data, tiny_file, tiny_spec
 from stub_server import completion, serve
 
-import venus.collect
-from venus.jsonl import read_jsonl, write_jsonl
-from venus.model import Qwen3, Qwen3Config
+import venus.rollout.collect
+from venus.files import read_jsonl, write_jsonl
+from venus.model.qwen3 import Qwen3, Qwen3Config
+from venus.model.weights import copy_tokenizer_files, save_model
 from venus.trajectory import Outcome, Question, Trajectory, Turn, read_trajectories
-from venus.weights import copy_tokenizer_files, save_model
-from venus.world import WorldConfig, build
+from venus.world.build import WorldConfig, build
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = (
@@ -195,7 +195,7 @@ def test_an_interrupted_script_says_how_to_go_on_and_does(
     """Ctrl-C after the second finished rollout; the same command makes the other four, and the
     result is that of one go.
     """
-    append, written = venus.collect.append_jsonl, []
+    append, written = venus.rollout.collect.append_jsonl, []
 
     def interrupted(handle, row):
         append(handle, row)
@@ -204,7 +204,7 @@ def test_an_interrupted_script_says_how_to_go_on_and_does(
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(venus.collect, "append_jsonl", interrupted)
+        patch.setattr(venus.rollout.collect, "append_jsonl", interrupted)
         code, _, stderr = run(script, *arguments(world, tmp_path / "t", samples=2))
     # what a run was started with is known while it runs
     assert script == "rollout.py" or (tmp_path / "t" / "run.json").exists()

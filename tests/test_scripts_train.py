@@ -22,8 +22,8 @@ import torch
 from tiny_runs import ROLLOUT, ROOT, read_rows, run_all, run_one
 
 from venus.cli import STOPPED
+from venus.model.weights import load_model
 from venus.trajectory import read_trajectories
-from venus.weights import load_model
 
 pytestmark = pytest.mark.slow
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]

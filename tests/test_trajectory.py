@@ -3,7 +3,7 @@ import json
 import pytest
 from chat_samples import needs_data, qwen
 
-from venus.jsonl import append_jsonl, read_jsonl, repair_tail, write_jsonl
+from venus.files import append_jsonl, read_jsonl, repair_tail, write_jsonl
 from venus.trajectory import Outcome, Question, Trajectory, Turn, read_questions, read_trajectories
 
 

@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from venus.cli import STOPPED, option, run
-from venus.data import to_messages
-from venus.jsonl import read_jsonl, write_json
-from venus.model import Qwen3, Qwen3Config
-from venus.plot_svg import write_svg_curve
-from venus.record import save_run
-from venus.report import Run, read_run, write_report
+from venus.curation.formats import to_messages
+from venus.files import read_jsonl, write_json
+from venus.model.qwen3 import Qwen3, Qwen3Config
+from venus.model.weights import copy_tokenizer_files, save_model
+from venus.report.page import Run, read_run, write_report
+from venus.report.plot_svg import write_svg_curve
+from venus.runlog import save_run
 from venus.tokenizer import ChatTokenizer
 from venus.trajectory import read_trajectories
-from venus.weights import copy_tokenizer_files, save_model
 
 ROOT = Path(__file__).resolve().parents[1]
 AGENT = (

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin
 
-from venus.jsonl import read_jsonl
+from venus.files import read_jsonl
 
 SCHEMA = 1
 ACTIONS = ("search", "visit", "answer", "malformed")

@@ -19,9 +19,9 @@ import torch
 from kernels import gt_score
 from kernels.cross_entropy import linear_log_probs
 from kernels.gt_score import Blocks, branch_attention, branch_attention_ref, plan_rows
-from venus import model as model_module
-from venus.info_gain import Cuts, score_ground_truth, score_uncached
-from venus.weights import load_model
+from venus.model import qwen3
+from venus.model.weights import load_model
+from venus.rl.info_gain import Cuts, score_ground_truth, score_uncached
 
 CPU = torch.device("cpu")
 
@@ -220,11 +220,11 @@ def test_the_ground_truth_is_scored_through_both_kernels(monkeypatch, max_tokens
     ]
     calls = []
     monkeypatch.setattr(
-        "venus.attention.branch_attention",
+        "venus.model.attention.branch_attention",
         lambda *args: calls.append(args[0].shape) or branch_attention(*args),
     )
     monkeypatch.setattr(
-        model_module,
+        qwen3,
         "linear_log_probs",
         lambda *args, **how: calls.append(how["kernel"]) or linear_log_probs(*args, **how),
     )

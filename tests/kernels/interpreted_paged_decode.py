@@ -17,8 +17,8 @@ import torch
 
 from kernels import paged_decode as module
 from kernels.paged_decode import Blocks, num_splits, paged_decode
-from venus.model import Qwen3, Qwen3Config
-from venus.sampler import Sampler, SamplingParams
+from venus.model.qwen3 import Qwen3, Qwen3Config
+from venus.rollout.sampler import Sampler, SamplingParams
 
 PAGE = 16
 NEVER_WRITTEN = float("nan")

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from kernels.cross_entropy import linear_log_probs, linear_token_loss
 from kernels.gt_score import branch_attention, branch_attention_ref, plan_rows
 from kernels.paged_decode import paged_decode, paged_decode_torch
-from venus.attention import Layout, attend, plan_attention
+from venus.model.attention import Layout, attend, plan_attention
 
 pytestmark = [
     pytest.mark.gpu,

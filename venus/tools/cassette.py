@@ -12,7 +12,7 @@ import os
 import threading
 from pathlib import Path
 
-from venus.jsonl import append_jsonl, read_jsonl, repair_tail
+from venus.files import append_jsonl, read_jsonl, repair_tail
 from venus.protocol import SearchHit
 from venus.tools.base import Tool, ToolResult, VisitedPage
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 
-from venus.jsonl import read_jsonl
+from venus.files import read_jsonl
 from venus.protocol import SearchHit, format_search, format_visit
 from venus.tools.base import Tool, ToolResult, VisitedPage
 

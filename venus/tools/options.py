@@ -4,8 +4,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from venus.chat_api import ChatClient, parse_endpoint
 from venus.cli import option
+from venus.services.chat import ChatClient, parse_endpoint
 from venus.tools.base import Tool
 from venus.tools.cassette import Cassette, CassetteTool, file_digest
 from venus.tools.offline import CorpusCache, offline_tools

@@ -5,7 +5,7 @@ import time
 from html.parser import HTMLParser
 from urllib.parse import urljoin
 
-from venus.http_calls import CallError, RefusedError, Reply, TryError, exchange
+from venus.services.http import CallError, RefusedError, Reply, TryError, exchange
 
 MAX_BYTES, MAX_HOPS = 4 << 20, 5  # of a page; redirects followed
 # of Jina, in an answer that says 200

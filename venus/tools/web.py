@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from venus.chat_api import ChatClient, ChatRequestError
-from venus.http_calls import (
+from venus.protocol import FAILED_SEARCH, UNREAD_PAGE, SearchHit, format_search, format_visit
+from venus.services.chat import ChatClient, ChatRequestError
+from venus.services.http import (
     AddressError,
     CallError,
     RefusedError,
@@ -25,7 +26,6 @@ from venus.http_calls import (
     json_or_none,
     with_tries,
 )
-from venus.protocol import FAILED_SEARCH, UNREAD_PAGE, SearchHit, format_search, format_visit
 from venus.tools.base import Tool, ToolResult, ToolServiceError, VisitedPage
 from venus.tools.pages import PageError
 

@@ -1,0 +1,1 @@
+"""Raw trajectories -> SFT rows."""

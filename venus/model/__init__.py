@@ -1,0 +1,1 @@
+"""Qwen3, and who sees whom."""

@@ -1,0 +1,1 @@
+"""From turns to a loss: arithmetic, checkable with pencil and paper."""

@@ -1,0 +1,1 @@
+"""All that leaves this machine."""

@@ -1,0 +1,1 @@
+"""Synthetic webs, their questions and experts."""
