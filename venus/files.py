@@ -6,6 +6,7 @@ written by rename. `rows_of` stops at the first bad row; `raw_rows` hands out un
 reader that must account for each of them.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -81,24 +82,30 @@ def append_jsonl(handle: TextIO, obj: dict) -> None:
     handle.flush()
 
 
-def write_jsonl(path: str | os.PathLike, objs: Iterable[dict]) -> None:
-    """Write all rows to `path`, or nothing: a temporary neighbour is filled first
-    and then renamed.
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike) -> Iterator[Path]:
+    """Yield a temporary neighbour of `path` to be written, which takes its name when the block ends
+    well and is removed when it does not: a file appears whole or not at all.
     """
     temporary = Path(f"{path}.tmp")
     try:
-        with open(temporary, "w", encoding="utf-8") as handle:
-            handle.writelines(map(_line, objs))
+        yield temporary
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
+def write_jsonl(path: str | os.PathLike, objs: Iterable[dict]) -> None:
+    """Write all rows to `path`, or nothing."""
+    with replacing(path) as temporary, open(temporary, "w", encoding="utf-8") as handle:
+        handle.writelines(map(_line, objs))
+
+
 def write_json(path: str | os.PathLike, obj: dict) -> None:
-    """Write one object to a file of its own, indented, by rename."""
-    temporary = Path(f"{path}.tmp")
-    temporary.write_text(json.dumps(obj, indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    """Write one object to a file of its own, indented, whole or not at all."""
+    with replacing(path) as temporary:
+        text = json.dumps(obj, indent=2, allow_nan=False)
+        temporary.write_text(text + "\n", encoding="utf-8")
 
 
 # ---- rows of any file

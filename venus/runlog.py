@@ -12,12 +12,42 @@ import os
 import platform
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+
+from venus.cli import Options, option
+from venus.files import replacing, write_json
 
 PACKAGES = ("torch", "numpy", "tokenizers", "safetensors", "triton")
 # of field names; the values are neither saved nor printed
 SECRET_ENDINGS = ("key", "token", "secret", "password")
 MASK = "***"
+
+
+@dataclass(frozen=True)
+class RunOptions(Options):
+    """Flags of every script that change no result."""
+
+    threads: int | None = option(
+        None,
+        group="run",
+        help="CPU threads; empty is one per core, which for tiny models on a busy machine is "
+        "slower than 1",
+        least=1,
+    )
+    dry_run: bool = option(
+        False, help="print the resolved config with its sources and the plan, and exit"
+    )
+    gpu_memory: float | None = option(
+        None, help="for --dry-run: plan for GPUs of this size", unit="GB", above=0, most=10_000
+    )
+
+    def set_threads(self) -> None:
+        """Give torch the threads asked for."""
+        if self.threads:
+            import torch
+
+            torch.set_num_threads(self.threads)
 
 
 def _config_and_secrets(cfg):
@@ -107,23 +137,20 @@ def save_run(cfg, directory, **extra):
     assert not record.keys() & extra.keys(), (
         f"extra keys {sorted(record.keys() & extra.keys())} are the record's own"
     )
-    text = json.dumps(record | extra, indent=2, ensure_ascii=False, allow_nan=False)
     path = Path(directory) / "run.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name("run.json.tmp")
-    temporary.write_text(text + "\n", encoding="utf-8")
-    temporary.replace(path)
-    return json.loads(text)
+    write_json(path, record | extra)
+    return json.loads(path.read_bytes())
 
 
 def print_plan(cfg, rows):
-    """Print the resolved config and the plan, a list of (name, value), as two aligned
-    blocks. For --dry-run.
-    """
-    for title, pairs in (
-        ("config", list(_config_and_secrets(cfg)[0].items())),
-        ("plan", list(rows)),
-    ):
+    """Print the resolved config, each value with its source, and the plan, a list of (name, value), as two aligned blocks. For --dry-run."""
+    sources = getattr(cfg, "sources", {})
+    config = [
+        (name, f"{value}  ({sources[name]})" if name in sources else value)
+        for name, value in _config_and_secrets(cfg)[0].items()
+    ]
+    for title, pairs in (("config", config), ("plan", list(rows))):
         print(title)
         for name, value in pairs:
             print(f"  {name:<{max(len(name) for name, _ in pairs)}}  {value}")
@@ -166,9 +193,8 @@ def _drop_rows_from(path, start_step):
                     f"{path}:{number}: not a metrics row; mend or move the file"
                 ) from None
     if "".join(kept) != text:
-        temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text("".join(kept), encoding="utf-8")
-        temporary.replace(path)
+        with replacing(path) as temporary:
+            temporary.write_text("".join(kept), encoding="utf-8")
 
 
 class MetricsLogger:

@@ -10,6 +10,7 @@ and nothing downstream searches for them again.
 
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from types import UnionType
@@ -30,6 +31,14 @@ STOP_REASONS = (
     *MAY_HAVE_NO_TURN,
 )
 OUTCOME_STATUSES = ("ok", "judge_error", "tool_error", "cut_off")
+
+
+def span_mask(spans: Iterable[tuple[int, int]], length: int) -> list[int]:
+    """Mark the tokens of half-open spans: [(1, 3)] over 4 tokens -> [0, 1, 1, 0]."""
+    mask = [0] * length
+    for start, end in spans:
+        mask[start:end] = [1] * (end - start)
+    return mask
 
 
 def _one_of(value: Any, names: tuple, where: str) -> None:
@@ -220,10 +229,7 @@ class Trajectory:
 
     def sampled_mask(self) -> list[int]:
         """1 for each sampled token, 0 for prompt, glue and observations; as long as token_ids."""
-        mask = [0] * len(self.token_ids)
-        for turn in self.turns:
-            mask[turn.start : turn.end] = [1] * (turn.end - turn.start)
-        return mask
+        return span_mask([(turn.start, turn.end) for turn in self.turns], len(self.token_ids))
 
     def to_json(self) -> dict:
         nested = {
