@@ -225,14 +225,16 @@ def _parser(config_class, prog, description):
 
 def _take_words(config_class, given, unknown):
     """Give words without a flag to the positional field, in place; return what is left unknown."""
+    if flags := [word for word in unknown if word.startswith("-")]:
+        return flags
     field = next((field for field in _options(config_class) if field.metadata["positional"]), None)
-    if field is None or field.name in given or any(word.startswith("-") for word in unknown):
+    if field is None or field.name in given or not unknown:
         return unknown
-    several = _kind(field)[1]
-    taken = unknown if several else unknown[:1]
-    if taken:
-        given[field.name] = taken if several else taken[0]
-    return unknown[len(taken) :]
+    if _kind(field)[1]:
+        given[field.name] = tuple(unknown)
+        return []
+    given[field.name] = unknown[0]
+    return unknown[1:]
 
 
 def read_agent_file(config_class, directory) -> dict:

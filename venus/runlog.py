@@ -144,7 +144,9 @@ def save_run(cfg, directory, **extra):
 
 
 def print_plan(cfg, rows):
-    """Print the resolved config, each value with its source, and the plan, a list of (name, value), as two aligned blocks. For --dry-run."""
+    """Print the resolved config, each value with its source, and the plan, a list of (name, value),
+    as two aligned blocks. For --dry-run.
+    """
     sources = getattr(cfg, "sources", {})
     config = [
         (name, f"{value}  ({sources[name]})" if name in sources else value)
