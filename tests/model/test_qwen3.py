@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from loss_problems import LargestTensor
 from safetensors.torch import load_file
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import cross_entropy
 from venus.model.attention import Layout
@@ -361,21 +361,6 @@ def test_a_masked_target_may_hold_anything(model):
     ids, targets, mask = batch()
     got = model.token_log_probs(ids, targets.masked_fill(~mask, -100), mask)
     assert torch.equal(got, model.token_log_probs(ids, targets, mask))
-
-
-class LargestTensor(TorchDispatchMode):
-    """Records the largest number of elements of any tensor that an operation returns, the
-    backward pass included.
-    """
-
-    numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for value in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(value, torch.Tensor):
-                self.numel = max(self.numel, value.numel())
-        return out
 
 
 def test_no_tensor_of_tokens_times_vocabulary_exists(monkeypatch):

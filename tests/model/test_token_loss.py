@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_cross_entropy import LargestTensor, problem, upstream
+from loss_problems import LargestTensor, problem, upstream
 
 from kernels.cross_entropy import linear_log_probs, linear_token_loss
 from kernels.launch import choose_kernel
