@@ -39,7 +39,7 @@ WALLS = {
 }
 
 # Code tokens at most; bench is what times and tunes.
-CAPS = {"product": 106_100, "bench": 14_800, "tests": 173_700}
+CAPS = {"product": 106_100, "bench": 14_800, "tests": 176_500}
 NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
     *(tokenize.ENCODING, tokenize.ENDMARKER),
