@@ -1,15 +1,18 @@
 """Information-gain policy optimisation: roll out, score every turn by how much it raised the ground
 truth, credit, update (Eq. 2-10).
 
-    python train_igpo.py --model SFT_DIR --questions questions.jsonl --output runs/igpo torchrun
-    --nproc_per_node=8 train_igpo.py ...
+    python train_igpo.py --model SFT_DIR --questions questions.jsonl --output runs/igpo
+    torchrun --nproc_per_node=8 train_igpo.py ...
+
 The same command resumes, with any number of processes. Exit code 3: stopped by SIGTERM or Ctrl-C,
-everything saved. GRPO, the baseline, is the same code with --ig-turns none --format-pool none.
+everything saved; 4: done, but the last updates were not finite and skipped. GRPO, the baseline, is
+the same code with --ig-turns none --format-pool none.
 """
 
 import dataclasses
 import functools
 import os
+from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -50,6 +53,7 @@ from venus.train.backward import (
 from venus.train.batches import Document, batch_items, steps_per_epoch
 from venus.train.checkpoint import load_sharded
 from venus.train.loop import (
+    OptimizerOptions,
     TrainingOptions,
     TrainingRun,
     compute_dtype,
@@ -60,21 +64,45 @@ from venus.train.loop import (
 from venus.train.parallel import World, unsharded
 from venus.trajectory import Outcome, Question, Trajectory, read_questions
 
+CONSOLE = (
+    "success",
+    "info_gain_mean",
+    "format_valid_share",
+    "turns",
+    "browse_ratio",
+    "kl",
+    "grad_norm",
+    "seconds_step",
+)
+
 
 @dataclass(frozen=True)
-class IgpoConfig(RolloutOptions, TrainingOptions):
-    # data and model
+class IgpoConfig(AdvantageConfig, OptimizerOptions, TrainingOptions, RolloutOptions):
+    """What the paper's IGPO does, by default, but for top-p."""
+
+    PRESETS = {"paper": {"top_p": 0.95}}  # README, "Ours, the paper, the released code"
+
     model: str = option(
         help="Hugging Face directory of the SFT model: the start and the KL reference"
     )
     questions: str = option(help="questions.jsonl: id, question, ground_truth, corpus")
     output: str = option(help="directory of checkpoints, metrics, rollouts and the exported model")
-    questions_per_step: int = option(16, help="questions of an optimizer step")
-    group_size: int = option(8, help="rollouts per question")
-    steps: int | None = option(None, help="steps in all; empty is one pass over the questions")
-    # rewards and credit (Eq. 2-9)
+    questions_per_step: int = option(
+        16, group="batch", help="questions of an optimizer step", least=1
+    )
+    group_size: int = option(8, help="rollouts per question", least=2)
+    steps: int | None = option(
+        None, help="steps in all; empty is one pass over the questions", least=1
+    )
+    updates: int = option(
+        1,
+        help="optimizer steps per batch of rollouts; more than one recomputes old log-probs first",
+        least=1,
+    )
+    seed: int = option(0, help="seed of the order of questions and of the sampling noise", least=0)
     reward: str = option(
         "em",
+        group="outcome",
         help="outcome: normalised exact match, multiset F1, or the verdict of --judge",
         choices=("em", "f1", "judge"),
     )
@@ -83,113 +111,73 @@ class IgpoConfig(RolloutOptions, TrainingOptions):
         help="for --reward judge: openai:BASE_URL:MODEL (key: JUDGE_API_KEY or OPENAI_API_KEY), "
         f"or {', '.join(RULES)}",
     )
-    judge_calls: int = option(16, help="judge calls under way at once, on each rank")
+    judge_calls: int = option(16, help="judge calls under way at once, on each rank", least=1)
     judge_seconds: float = option(
         300.0,
         help="for all tries of a judge call; a rollout without a verdict leaves statistics and "
         "loss",
         unit="s",
+        least=1,
+        most=1_000_000,
     )
     info_gain: str = option(
         "rollout",
+        group="credit (Eq. 2-9)",
         help="score ground truths in the rollout, from its cache, or afterwards, packed",
         choices=("rollout", "packed"),
-    )
-    ig_turns: str = option(
-        "visit",
-        help="turns whose gain is rewarded: answered visits, all, or none (GRPO)",
-        choices=("visit", "all", "none"),
-    )
-    ig_value: str = option(
-        "log_prob",
-        help="gain in mean log-probability (DR-Venus) or in its exp (IGPO)",
-        choices=("log_prob", "prob"),
     )
     ig_alias: str = option(
         "first",
         help="ground truth scored: the first alias, or the best one at every cut",
         choices=("first", "max"),
     )
-    ig_weight: float = option(1.0, help="factor on information gain, not on the penalty")
-    ig_std_floor: float = option(
-        0.0,
-        help="least sigma of the information-gain pool; at 0, as released, tiny gains become "
-        "full-size advantages",
-    )
-    ig_scale: str = option(
-        "batch",
-        help="IG-Scale over the batch (released), per group, or off",
-        choices=("batch", "group", "none"),
-    )
-    norm: str = option(
-        "separate",
-        help="z-score outcomes and gains apart, or as one pool",
-        choices=("separate", "joint"),
-    )
-    format_penalty: float = option(1.0, help="lambda: a malformed turn earns minus this; 0 is off")
-    format_pool: str = option(
-        "ig",
-        help="penalties enter the information-gain pool (released), or are added afterwards",
-        choices=("ig", "none"),
-    )
-    gamma: float = option(0.95, help="discount per credit segment")
-    # objective (Eq. 10)
-    updates: int = option(
-        1,
-        help="optimizer steps per batch of rollouts; more than one recomputes old log-probs first",
-    )
     loss_norm: str = option(
         "sequence",
+        group="objective (Eq. 10)",
         help="mean over trajectories of their token means, or over all tokens",
         choices=("sequence", "token"),
     )
-    clip: float = option(0.2, help="the ratio is clipped to 1 +- this")
+    clip: float = option(0.2, help="the ratio is clipped to 1 +- this", above=0, most=1_000_000)
     dual_clip: float = option(
-        3.0, help="bound of the loss at negative advantage, as a multiple of it"
+        3.0,
+        help="bound of the loss at negative advantage, as a multiple of it",
+        above=1,
+        most=1_000_000,
     )
     kl_beta: float = option(
-        0.001, help="weight of the k3 KL penalty to --model; 0 drops the reference"
+        0.001,
+        help="weight of the k3 KL penalty to --model; 0 drops the reference",
+        least=0,
+        most=1_000_000,
     )
-    lr: float = option(1e-6, help="constant learning rate")
-    warmup_steps: int = option(0, help="steps of linear warm-up", unit="steps")
-    beta1: float = option(0.9, help="AdamW")
-    beta2: float = option(0.999, help="AdamW")
-    weight_decay: float = option(0.01, help="AdamW")
-    clip_norm: float = option(1.0, help="largest global gradient norm")
-    # run
-    seed: int = option(0, help="seed of the order of questions and of the sampling noise")
+    lr: float = option(1e-6, group="optimizer", help="constant learning rate", above=0, most=1)
+    warmup_steps: int = option(0, help="steps of linear warm-up", unit="steps", least=0)
+    beta2: float = option(0.999, help="AdamW: decay of the second moment", least=0, below=1)
     save_every: int = option(
-        5, help="steps between checkpoints; a run resumes from the latest", unit="steps"
+        5,
+        group="run",
+        help="steps between checkpoints; a run resumes from the latest",
+        unit="steps",
+        least=1,
     )
     rank_minutes: float = option(
         600.0,
         help="longest wait for the slowest process at the end of rollouts; then it is named, and "
         "the run fails",
         unit="min",
+        above=0,
+        most=1_000_000,
     )
 
-    def validate(self):
+    def validate(self) -> None:
         super().validate()
-        TrainingOptions.validate(self)
-        self.advantages()
+        RolloutOptions.validate(self)
         parse_judge(self.judge)
         if (self.reward == "judge") == (self.judge == "none"):
             raise ValueError(
                 f"reward {self.reward} with judge {self.judge}: --reward judge needs a "
                 "--judge, and no other reward asks one"
             )
-        least = {
-            "questions_per_step": 1,
-            "group_size": 2,
-            "steps": 1,
-            "updates": 1,
-            "save_every": 1,
-            "judge_calls": 1,
-            "judge_seconds": 1,
-        }
-        for name, value in least.items():
-            if getattr(self, name) is not None and getattr(self, name) < value:
-                raise ValueError(f"{name} {getattr(self, name)}: must be at least {value}")
         if self.policy is not None:
             raise ValueError(
                 "--policy: an endpoint returns neither the ids it sampled nor their "
@@ -201,21 +189,14 @@ class IgpoConfig(RolloutOptions, TrainingOptions):
                 "learnt from them"
             )
 
+    def gain_rule(self) -> GainRule:
+        """Which turns are scored, and how."""
+        return GainRule(self.ig_turns, self.ig_value, self.ig_alias)
+
     def gain(self) -> GainRule | None:
         """What the rollouts score as they go."""
-        return (
-            GainRule(self.ig_turns, self.ig_value, self.ig_alias)
-            if self.info_gain == "rollout" and self.ig_turns != "none"
-            else None
-        )
-
-    def advantages(self) -> AdvantageConfig:
-        return AdvantageConfig(
-            **{
-                field.name: getattr(self, field.name)
-                for field in dataclasses.fields(AdvantageConfig)
-            }
-        )
+        scores = self.info_gain == "rollout" and self.ig_turns != "none"
+        return self.gain_rule() if scores else None
 
 
 @record
@@ -226,19 +207,12 @@ def main(cfg: IgpoConfig, keys: Keys) -> int | None:
         return export_latest(cfg)
     questions, tokenizer = read_questions(cfg.questions), ChatTokenizer(cfg.model)
     corpora = check_corpora(questions) if cfg.tools == "offline" else None
-    num_steps = cfg.steps or steps_per_epoch([1] * len(questions), cfg.questions_per_step)
+    once = [1] * len(questions)
+    num_steps = cfg.steps or steps_per_epoch(once, cfg.questions_per_step)
     if cfg.dry_run:
-        print_plan(cfg, plan(cfg, len(questions), num_steps))
-        return None
+        return print_plan(cfg, plan(cfg, len(questions), num_steps))
     world = World(cfg.sp)
-    dtype = compute_dtype(world)
-    model = load_sharded(cfg.model, world, dtype=torch.float32, bf16=dtype == torch.bfloat16)
-    set_recompute(model, cfg.recompute)
-    reference = (
-        load_sharded(cfg.model, world, dtype=dtype, bf16=False).requires_grad_(False)
-        if cfg.kl_beta
-        else None
-    )
+    model, reference = start_models(cfg, world)
     tools = cfg.make_tools(keys, corpora)
     agent = cfg.agent(model, tokenizer, run="", seed=0, manifest={}, tools=tools, gain=cfg.gain())
     agent.run(jobs_of(questions, 1))  # starts nothing: a prompt too long is found now, not days on
@@ -254,22 +228,12 @@ def main(cfg: IgpoConfig, keys: Keys) -> int | None:
             world_size=world.size,
             longest=cfg.max_context,
             reference=reference is not None,
-            bf16=dtype == torch.bfloat16,
+            bf16=compute_dtype(world) == torch.bfloat16,
         ),
-        console=(
-            "success",
-            "info_gain_mean",
-            "format_valid_share",
-            "turns",
-            "browse_ratio",
-            "kl",
-            "grad_norm",
-            "seconds_step",
-        ),
+        console=CONSOLE,
     )
     rollouts = training.output / "rollouts"
     drop_partials(rollouts, training.step, world)
-
     verdicts = training.output / "verdicts" / f"rank{world.rank}.jsonl"
     with (
         open_judge(
@@ -279,28 +243,22 @@ def main(cfg: IgpoConfig, keys: Keys) -> int | None:
     ):
         for step in training.steps("igpo"):
             seconds = {}
-            batch = [
-                questions[i]
-                for i in batch_items(
-                    [1] * len(questions), cfg.questions_per_step, seed=cfg.seed, step=step
-                )
-            ]
-            # 1. roll out G trajectories of every question, and 2. score the ground truth after
-            # their turns, with the weights at hand
+            chosen = batch_items(once, cfg.questions_per_step, seed=cfg.seed, step=step)
+            batch = [questions[i] for i in chosen]
             with unsharded(model):
+                # 1. roll out G trajectories of every question
                 with timed(seconds, "rollout", world):
                     mine = roll_out(cfg, tokenizer, tools, judge, batch, training)
                 if world.stop_agreed():
                     break  # the finished ones are on disk, and taken up by the next start
+                # 2. score the ground truth after their turns, unless that is done
                 with timed(seconds, "info_gain", world):
                     if cfg.info_gain == "packed":
                         score_turns(
                             model,
                             tokenizer,
                             [trajectory for trajectory in mine if trajectory.kept],
-                            ig_turns=cfg.ig_turns,
-                            ig_value=cfg.ig_value,
-                            ig_alias=cfg.ig_alias,
+                            cfg.gain_rule(),
                             max_tokens=cfg.max_tokens_per_gpu,
                             kernel=training.kernel,
                         )
@@ -310,19 +268,13 @@ def main(cfg: IgpoConfig, keys: Keys) -> int | None:
             # 4. update
             with timed(seconds, "update", world):
                 update = update_policy(cfg, training, reference, kept) if kept else {}
-            training.metrics.log(
-                step,
-                rollout_metrics(trajectories, kept)
-                | credit
-                | update
-                | timing(seconds, trajectories, kept, training),
-            )
+            made = rollout_metrics(trajectories, kept)
+            time_taken = timing(seconds, trajectories, kept, training)
+            training.metrics.log(step, made | credit | update | time_taken)
             training.extra["lengths"] |= mean_lengths(trajectories)
             if world.is_main:
-                write_jsonl(
-                    rollouts / f"step_{step:05d}.jsonl",
-                    [trajectory.to_json() for trajectory in trajectories],
-                )
+                path = rollouts / f"step_{step:05d}.jsonl"
+                write_jsonl(path, [trajectory.to_json() for trajectory in trajectories])
             drop_partials(rollouts, step + 1, world)
     return training.finish()
 
@@ -331,33 +283,26 @@ def settings(cfg: IgpoConfig) -> dict:
     """What decides the training: a checkpoint made with other values is not resumed. Model and
     questions count by their content.
     """
-    left_out = {
-        field.name
-        for base in (TrainingOptions, RolloutOptions)
-        for field in dataclasses.fields(base)
-    }
-    left_out |= {
-        "model",
-        "questions",
-        "output",
-        "steps",
-        "save_every",
-        "rank_minutes",
-        "judge_calls",
-        "judge_seconds",
-    }
-    values = {
-        field.name: getattr(cfg, field.name)
-        for field in dataclasses.fields(cfg)
-        if field.name not in left_out
-    }
+    fields = (*dataclasses.fields(TrainingOptions), *dataclasses.fields(RolloutOptions))
+    left_out = {field.name for field in fields}
+    left_out |= {"model", "questions", "output", "steps", "save_every", "rank_minutes"}
+    left_out |= {"judge_calls", "judge_seconds"}
+    values = {k: value for k, value in dataclasses.asdict(cfg).items() if k not in left_out}
     # the model may move to another address
     values["judge"] = (parse_judge(cfg.judge) or [cfg.judge])[-1]
-    return (
-        values
-        | cfg.manifest()
-        | {"model": fingerprint(cfg.model), "questions": digest(Path(cfg.questions).read_bytes())}
-    )
+    questions = digest(Path(cfg.questions).read_bytes())
+    return values | cfg.manifest() | {"model": fingerprint(cfg.model), "questions": questions}
+
+
+def start_models(cfg: IgpoConfig, world: World) -> tuple[Qwen3, Qwen3 | None]:
+    """The policy, with fp32 masters, and the frozen reference of the KL penalty, if any."""
+    dtype = compute_dtype(world)
+    model = load_sharded(cfg.model, world, dtype=torch.float32, bf16=dtype == torch.bfloat16)
+    set_recompute(model, cfg.recompute)
+    if not cfg.kl_beta:
+        return model, None
+    reference = load_sharded(cfg.model, world, dtype=dtype, bf16=False)
+    return model, reference.requires_grad_(False)
 
 
 # ---- 1. rollouts
@@ -368,9 +313,8 @@ def drop_partials(directory: Path, step: int, world: World) -> None:
     again. A collective.
     """
     if world.is_main:
-        for path in set(directory.glob("step_*.partial.jsonl")) - set(
-            directory.glob(f"step_{step:05d}.*")
-        ):
+        coming = set(directory.glob(f"step_{step:05d}.*"))
+        for path in set(directory.glob("step_*.partial.jsonl")) - coming:
             path.unlink()
     world.barrier()
 
@@ -387,22 +331,23 @@ def roll_out(
     for. What an interrupted run finished of them is taken up, whichever rank made it. A collective
     at its end only.
     """
-    directory, step, world = training.output / "rollouts", training.step, training.world
-    # trajectories with gains, and under which rule, are not those without
+    directory = training.output / "rollouts"
+    step, world = training.step, training.world
+    gain = cfg.gain()
     manifest = {
         "step": step,
         "model": training.extra["settings"]["model"],
-        "gain": dataclasses.asdict(cfg.gain()) if cfg.gain() else None,
+        # trajectories with gains, and under which rule, are not those without
+        "gain": dataclasses.asdict(gain) if gain else None,
     }
-    seed = cfg.seed * 1_000_003 + step
     agent = cfg.agent(
         training.model,
         tokenizer,
         run=training.output.name,
-        seed=seed,
+        seed=cfg.seed * 1_000_003 + step,
         manifest=manifest,
         tools=tools,
-        gain=cfg.gain(),
+        gain=gain,
     )
     costs = expected_tokens(agent, batch, training.extra["lengths"])
     jobs = share_of_jobs(batch, cfg.group_size, costs, rank=world.rank, num_ranks=world.size)
@@ -458,18 +403,14 @@ def grade(trajectories: list[Trajectory], reward: str, judge: Judge) -> None:
     An answer that the judge gave no verdict on is not a wrong one: it is left out like the others.
     """
     ended = [t for t in trajectories if t.outcome.status in ("ok", "judge_error")]
-    if reward != "judge":
-        outcomes = [Outcome(outcome_of(t.prediction, t.ground_truth, reward), "ok") for t in ended]
-    else:
+    if reward == "judge":
         verdicts = judge([Case(t.question, t.ground_truth, t.prediction) for t in ended])
-        outcomes = [
-            Outcome(None, "judge_error")
-            if v.verdict == "error"
-            else Outcome(float(v.verdict == "correct"), "ok")
-            for v in verdicts
-        ]
-    for trajectory, outcome in zip(ended, outcomes, strict=True):
-        trajectory.outcome = outcome
+        value_of = {"correct": 1.0, "incorrect": 0.0, "error": None}
+        values = [value_of[verdict.verdict] for verdict in verdicts]
+    else:
+        values = [outcome_of(t.prediction, t.ground_truth, reward) for t in ended]
+    for trajectory, value in zip(ended, values, strict=True):
+        trajectory.outcome = Outcome(value, "judge_error" if value is None else "ok")
 
 
 # ---- 3. credit
@@ -485,14 +426,12 @@ def credit_turns(
     """
     group_of = {question.id: number for number, question in enumerate(batch)}
     counted = [trajectory for trajectory in trajectories if trajectory.kept]
-    sizes = [
-        sum(group_of[t.question_id] == number for t in counted) for number in range(len(batch))
-    ]
-    kept = [t for t in counted if sizes[group_of[t.question_id]] >= 2]
+    sizes = Counter(trajectory.question_id for trajectory in counted)
+    kept = [trajectory for trajectory in counted if sizes[trajectory.question_id] >= 2]
     if not kept:
         return [], {}
     advantages, statistics = batch_advantages(
-        [TurnRewards.from_trajectory(t, group_of[t.question_id]) for t in kept], cfg.advantages()
+        [TurnRewards.from_trajectory(t, group_of[t.question_id]) for t in kept], cfg
     )
     for trajectory, per_turn in zip(kept, advantages, strict=True):
         for turn, advantage in zip(trajectory.turns, per_turn, strict=True):
@@ -509,38 +448,56 @@ def update_policy(
     """One optimizer step per mini-batch of the kept trajectories (Eq. 10); returns the
     metrics of the tokens.
     """
-    model, world = training.model, training.world
-    how = {
-        "max_tokens": cfg.max_tokens_per_gpu,
-        "world": world,
-        "temperature": cfg.temperature,
-        "kernel": training.kernel,
-    }
     documents = [policy_document(trajectory) for trajectory in kept]
-    extras = {"ref": log_probs_of(reference, documents, **how)} if reference is not None else {}
-    if cfg.updates > 1:
-        extras["old"] = log_probs_of(model, documents, **how)
-    documents = [
-        Document(d.ids, {**d.per_token, **{name: rows[i] for name, rows in extras.items()}})
-        for i, d in enumerate(documents)
-    ]
-    results = []
-    grad_norms = []
+    documents = with_log_probs(cfg, training, reference, documents)
+    results, grad_norms = [], []
     lr = cfg.lr * min(1.0, (training.step + 1) / max(1, cfg.warmup_steps))
     for number in range(min(cfg.updates, len(documents))):
         # neighbours are of one group: each mini-batch has some of it
         mini_batch = with_weights(documents[number :: cfg.updates], cfg.loss_norm)
-        done = backward(model, mini_batch, lambda fields: policy_loss(cfg, fields), **how)
-        _, grad_norm = training.update(
-            done, lr, [f"trajectory {trajectory.id}" for trajectory in kept[number :: cfg.updates]]
+        done = backward(
+            training.model,
+            mini_batch,
+            lambda fields: policy_loss(cfg, fields),
+            max_tokens=cfg.max_tokens_per_gpu,
+            world=training.world,
+            temperature=cfg.temperature,
+            kernel=training.kernel,
         )
-        results, grad_norms = results + done, [*grad_norms, grad_norm]
+        names = [f"trajectory {trajectory.id}" for trajectory in kept[number :: cfg.updates]]
+        grad_norms.append(training.update(done, lr, names)[1])
+        results += done
     return {
         "grad_norm": sum(grad_norms) / len(grad_norms),
         "skipped": training.extra["skipped"],
-        "padding_share": padding_share(documents, results, world),
-        **policy_metrics(results, clip=cfg.clip, dual_clip=cfg.dual_clip, world=world),
+        "padding_share": padding_share(documents, results, training.world),
+        **policy_metrics(results, clip=cfg.clip, dual_clip=cfg.dual_clip, world=training.world),
     }
+
+
+def with_log_probs(
+    cfg: IgpoConfig, training: TrainingRun, reference: Qwen3 | None, documents: list[Document]
+) -> list[Document]:
+    """Add the field "ref" where there is a reference and, for several updates, "old": log-probs
+    before the first of them.
+    """
+    models = {"ref": reference, "old": training.model if cfg.updates > 1 else None}
+    rows = {
+        name: log_probs_of(
+            model,
+            documents,
+            max_tokens=cfg.max_tokens_per_gpu,
+            world=training.world,
+            temperature=cfg.temperature,
+            kernel=training.kernel,
+        )
+        for name, model in models.items()
+        if model is not None
+    }
+    return [
+        Document(d.ids, {**d.per_token, **{name: values[i] for name, values in rows.items()}})
+        for i, d in enumerate(documents)
+    ]
 
 
 def policy_loss(cfg: IgpoConfig, fields: dict[str, torch.Tensor]) -> ClippedPolicy:
@@ -569,26 +526,33 @@ def timing(
     of the hardware in the update.
     """
     total = sum(seconds.values())
-    lengths = [len(trajectory.token_ids) for trajectory in trajectories]
-    trained = (
-        [len(trajectory.token_ids) for trajectory in kept],
-        sum(trajectory.num_sampled for trajectory in kept),
-    )
+    lengths = [len(trajectory.token_ids) for trajectory in kept]
+    loss_tokens = sum(trajectory.num_sampled for trajectory in kept)
     by_phase = {f"seconds_{name}": value for name, value in seconds.items()}
     return by_phase | {
         "seconds_step": total,
-        "tokens_per_second": sum(lengths) / total,
-        "mfu": training.mfu(*trained, seconds["update"]),
+        "tokens_per_second": sum(len(t.token_ids) for t in trajectories) / total,
+        "mfu": training.mfu(lengths, loss_tokens, seconds["update"]),
     }
 
 
 def plan(cfg: IgpoConfig, num_questions: int, num_steps: int) -> list[tuple[str, object]]:
     """What the run would do, for --dry-run."""
     config, bf16 = Qwen3Config.read(cfg.model), bool(cfg.gpu_memory) or torch.cuda.is_available()
-    how = {"world_size": cfg.world_size, "reference": bool(cfg.kl_beta), "bf16": bf16}
+    has_reference = cfg.kl_beta > 0
     num_rollouts = cfg.questions_per_step * cfg.group_size
-    spread = cfg.spread(longest=cfg.max_context, **how)
-    decoding = cfg.decoding_plan(config, num_rollouts, cfg.max_context, training=True, **how)
+    spread = cfg.spread(
+        world_size=cfg.world_size, longest=cfg.max_context, reference=has_reference, bf16=bf16
+    )
+    decoding = cfg.decoding_plan(
+        config,
+        num_rollouts,
+        cfg.max_context,
+        bf16=bf16,
+        world_size=cfg.world_size,
+        training=True,
+        reference=has_reference,
+    )
     return [
         ("parameters", f"{num_parameters(config):,}"),
         ("questions", f"{num_questions:,}"),

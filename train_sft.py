@@ -1,10 +1,11 @@
 """Supervised fine-tuning on agent trajectories: the negative log-likelihood of the agent's own
 tokens (Eq. 1), environment tokens masked.
 
-    python train_sft.py --model QWEN3_DIR --data ROWS.jsonl --output runs/sft torchrun
-    --nproc_per_node=8 train_sft.py ...
+    python train_sft.py --model QWEN3_DIR --data ROWS.jsonl --output runs/sft
+    torchrun --nproc_per_node=8 train_sft.py ...
+
 The same command resumes, with any number of processes. Exit code 3: stopped by SIGTERM or
-Ctrl-C, everything saved.
+Ctrl-C, everything saved; 4: done, but the last updates were not finite and skipped.
 """
 
 import dataclasses
@@ -12,6 +13,7 @@ import hashlib
 import math
 import time
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,15 +30,28 @@ from venus.tokenizer import ChatTokenizer
 from venus.train.backward import backward, padding_share, with_weights
 from venus.train.batches import Document, batch_items, steps_per_epoch
 from venus.train.checkpoint import load_sharded
-from venus.train.loop import TrainingOptions, TrainingRun, compute_dtype, digest, export_latest
+from venus.train.loop import (
+    OptimizerOptions,
+    TrainingOptions,
+    TrainingRun,
+    compute_dtype,
+    digest,
+    export_latest,
+)
 from venus.train.parallel import World, shard
+from venus.trajectory import span_mask
 
 
 @dataclass(frozen=True)
-class SftConfig(TrainingOptions):
-    # data and model
+class SftConfig(OptimizerOptions, TrainingOptions):
+    """What the paper's SFT does, by default."""
+
+    # README, "Ours, the paper, the released code": the mean of per-trajectory means
+    PRESETS = {"released": {"loss_norm": "sequence"}}
+
     model: str | None = option(
         None,
+        group="data and model",
         unless="dry_run",
         help="Hugging Face directory: config.json, tokenizer.json, safetensors",
     )
@@ -53,48 +68,50 @@ class SftConfig(TrainingOptions):
         help="start from the model's weights, or at random",
         choices=("weights", "random"),
     )
-    max_length: int = option(200_000, help="longer rows are left out, and counted", unit="tokens")
+    max_length: int = option(
+        200_000, help="longer rows are left out, and counted", unit="tokens", least=1
+    )
     resample: str = option(
         "on",
         help="on: a row stands in an epoch as often as its `weight` says; off: once",
         choices=("on", "off"),
     )
-    # optimisation
-    epochs: float = option(1.0, help="passes over the data")
-    batch_size: int = option(32, help="trajectories per optimizer step, over all processes")
-    lr: float = option(1e-5, help="peak learning rate")
-    min_lr_ratio: float = option(
-        0.0, help="learning rate at the end of the cosine, as a share of the peak"
+    epochs: float = option(
+        1.0, group="training", help="passes over the data", above=0, most=1_000_000
     )
-    warmup_ratio: float = option(0.1, help="share of the steps with linear warm-up")
-    beta1: float = option(0.9, help="AdamW")
-    beta2: float = option(0.95, help="AdamW")
-    weight_decay: float = option(0.01, help="AdamW")
-    clip_norm: float = option(1.0, help="largest global gradient norm")
+    batch_size: int = option(
+        32, help="trajectories per optimizer step, over all processes", least=1
+    )
     loss_norm: str = option(
         "token",
         help="mean over all loss tokens of a step, or over its sequences' token means",
         choices=("token", "sequence"),
     )
-    # run
-    threads: int | None = option(
-        None,
-        help="CPU threads; empty is one per core, which for tiny models on a busy machine is "
-        "slower than 1",
+    seed: int = option(0, help="seed of the random start and of the order of rows", least=0)
+    lr: float = option(1e-5, group="optimizer", help="peak learning rate", above=0, most=1)
+    min_lr_ratio: float = option(
+        0.0,
+        help="learning rate at the end of the cosine, as a share of the peak",
+        least=0,
+        most=1,
     )
-    seed: int = option(0, help="seed of the random start and of the order of rows")
+    warmup_ratio: float = option(
+        0.1, help="share of the steps with linear warm-up", least=0, most=1
+    )
+    beta2: float = option(0.95, help="AdamW: decay of the second moment", least=0, below=1)
     save_every: int = option(
-        100, help="steps between checkpoints; a run resumes from the latest", unit="steps"
+        100,
+        group="run",
+        help="steps between checkpoints; a run resumes from the latest",
+        unit="steps",
+        least=1,
     )
     log_every: int = option(
-        1, help="steps between console lines; metrics.jsonl has every step", unit="steps"
+        1,
+        help="steps between console lines; metrics.jsonl has every step",
+        unit="steps",
+        least=1,
     )
-
-    def validate(self):
-        super().validate()
-        for name in ("batch_size", "save_every", "log_every", "threads", "epochs", "lr"):
-            if getattr(self, name) is not None and getattr(self, name) <= 0:
-                raise ValueError(f"{name} {getattr(self, name)}: must be positive")
 
 
 @dataclass(frozen=True)
@@ -114,14 +131,12 @@ def main(cfg: SftConfig) -> int | None:
     """Encode the rows, then one optimizer step per batch; checkpoints on the way, a Hugging Face
     directory at the end.
     """
-    if cfg.threads:
-        torch.set_num_threads(cfg.threads)
+    cfg.set_threads()
     if cfg.export:
         return export_latest(cfg)
     if cfg.dry_run and not (cfg.model and cfg.data):
-        return dry_run(
-            cfg, Qwen3Config.read(cfg.model) if cfg.model else QWEN3_4B, cfg.max_length, []
-        )
+        config = Qwen3Config.read(cfg.model) if cfg.model else QWEN3_4B
+        return dry_run(cfg, config, cfg.max_length, [])
     config, tokenizer = Qwen3Config.read(cfg.model), ChatTokenizer(cfg.model)
     tokenizer.check_fits(config.vocab_size)
     rows = read_rows(cfg, tokenizer)
@@ -132,7 +147,8 @@ def main(cfg: SftConfig) -> int | None:
     if cfg.dry_run:
         return dry_run(cfg, config, longest, plan(cfg, config, rows, num_steps))
     world = World(cfg.sp)
-    model = start_model(cfg, world)
+    bf16 = compute_dtype(world) == torch.bfloat16
+    model = start_model(cfg, world, bf16)
     training = TrainingRun(
         cfg,
         model,
@@ -141,19 +157,15 @@ def main(cfg: SftConfig) -> int | None:
         num_steps=num_steps,
         console=("loss", "lr", "grad_norm", "tokens_per_second"),
         extra={},
-        spread=cfg.spread(
-            world_size=world.size,
-            longest=longest,
-            reference=False,
-            bf16=world.device.type == "cuda",
-        ),
+        spread=cfg.spread(world_size=world.size, longest=longest, reference=False, bf16=bf16),
     )
-
     with training.running():
         for step in training.steps("sft"):
             started = time.monotonic()
+            # 1. the batch, with the weight of each of its tokens in the loss
             chosen = batch_items(rows.weights, cfg.batch_size, seed=cfg.seed, step=step)
             batch = with_weights([rows.documents[i] for i in chosen], cfg.loss_norm)
+            # 2. the gradient of the negative log-likelihood
             results = backward(
                 model,
                 batch,
@@ -162,13 +174,13 @@ def main(cfg: SftConfig) -> int | None:
                 world=world,
                 kernel=training.kernel,
             )
+            # 3. update
             lr = learning_rate(cfg, step, num_steps)
-            loss, grad_norm = training.update(
-                results, lr, [f"row {rows.numbers[i]}" for i in chosen]
-            )
-            lengths = [len(document.ids) for document in batch]
-            loss_tokens = int(sum(sum(document.per_token["mask"]) for document in batch))
+            names = [f"row {rows.numbers[i]}" for i in chosen]
+            loss, grad_norm = training.update(results, lr, names)
             seconds = time.monotonic() - started
+            lengths = [len(document.ids) for document in batch]
+            loss_tokens = num_loss_tokens(batch)
             training.metrics.log(
                 step,
                 {
@@ -193,34 +205,36 @@ def read_rows(cfg: SftConfig, tokenizer: ChatTokenizer) -> Rows:
     Equal rows are copies of one trajectory, written out, and become one document, so that they
     cannot share a batch.
     """
-    rows, places, num_long = Rows([], [], [], 0), {}, 0
-    for number, (row, encoded) in enumerate(
-        tqdm(
-            encode_rows(cfg.data, tokenizer), desc="tokenise", unit="row", disable=None, leave=False
-        ),
-        start=1,
-    ):
-        if len(encoded.ids) > cfg.max_length:
+    documents, weights = [], []
+    numbers, places = [], {}
+    num_long = 0
+    encoded_rows = tqdm(
+        encode_rows(cfg.data, tokenizer), desc="tokenise", unit="row", disable=None, leave=False
+    )
+    for number, (row, encoded) in enumerate(encoded_rows, start=1):
+        ids = encoded.ids
+        if len(ids) > cfg.max_length:
             num_long += 1
             continue
-        mask = [0.0] * len(encoded.ids)
-        for start, end in encoded.spans:
-            mask[start:end] = [1.0] * (end - start)
-        place = places.setdefault(
-            hashlib.sha256(array("l", encoded.ids)).digest(), len(rows.documents)
-        )
-        if place == len(rows.documents):
-            rows.documents.append(Document(encoded.ids, {"mask": mask}))
-            rows.weights.append(0)
-            rows.numbers.append(number)
-        rows.weights[place] += whole_weight(row)
-    weights = [min(1, weight) for weight in rows.weights] if cfg.resample == "off" else rows.weights
+        place = places.setdefault(hashlib.sha256(array("l", ids)).digest(), len(documents))
+        if place == len(documents):
+            documents.append(Document(ids, {"mask": span_mask(encoded.spans, len(ids))}))
+            weights.append(0)
+            numbers.append(number)
+        weights[place] += whole_weight(row)
+    if cfg.resample == "off":
+        weights = [min(1, weight) for weight in weights]
     if not any(weights):
         raise ValueError(
             f"{cfg.data}: no row with a weight and at most {cfg.max_length} tokens "
             f"({num_long} longer ones)"
         )
-    return dataclasses.replace(rows, weights=weights, num_long=num_long)
+    return Rows(documents, weights, numbers, num_long)
+
+
+def num_loss_tokens(documents: Sequence[Document]) -> int:
+    """Count the tokens that the loss is taken on."""
+    return sum(sum(document.per_token["mask"]) for document in documents)
 
 
 def whole_weight(row: dict) -> int:
@@ -234,9 +248,8 @@ def whole_weight(row: dict) -> int:
     return int(weight)
 
 
-def start_model(cfg: SftConfig, world: World) -> Qwen3:
-    """fp32 masters: at lr 1e-5 and below a bf16 weight does not move."""
-    bf16 = compute_dtype(world) == torch.bfloat16
+def start_model(cfg: SftConfig, world: World, bf16: bool) -> Qwen3:
+    """fp32 masters: at lr 1e-5 and below a bf16 weight does not move. bf16: see `shard`."""
     if cfg.init == "weights":
         model = load_sharded(cfg.model, world, dtype=torch.float32, bf16=bf16)
     else:
@@ -251,19 +264,9 @@ def settings(cfg: SftConfig, config: Qwen3Config, rows: Rows) -> dict:
     """What decides the training: a checkpoint made with other values is not resumed. Model and data
     count by their content, wherever they lie.
     """
-    left_out = {field.name for field in dataclasses.fields(TrainingOptions)} | {
-        "model",
-        "data",
-        "output",
-        "threads",
-        "save_every",
-        "log_every",
-    }
-    values = {
-        field.name: getattr(cfg, field.name)
-        for field in dataclasses.fields(cfg)
-        if field.name not in left_out
-    }
+    left_out = {field.name for field in dataclasses.fields(TrainingOptions)}
+    left_out |= {"model", "data", "output", "save_every", "log_every"}
+    values = {k: value for k, value in dataclasses.asdict(cfg).items() if k not in left_out}
     ids = (array("l", document.ids).tobytes() for document in rows.documents)
     model = fingerprint(cfg.model) if cfg.init == "weights" else digest(repr(config).encode())
     return values | {"model": model, "data": digest(*ids, array("l", rows.weights).tobytes())}
@@ -300,19 +303,13 @@ def plan(
 ) -> list[tuple[str, object]]:
     """What the run would do, for --dry-run."""
     lengths = [len(document.ids) for document in rows.documents]
-    tokens = sum(lengths)
-    loss_tokens = int(sum(sum(document.per_token["mask"]) for document in rows.documents))
-    compute, again = (
-        cfg.epochs * flops
-        for flops in (
-            training_flops(config, lengths, loss_tokens),
-            recompute_flops(config, lengths, cfg.recompute),
-        )
-    )
+    loss_tokens = num_loss_tokens(rows.documents)
+    compute = cfg.epochs * training_flops(config, lengths, loss_tokens)
+    again = cfg.epochs * recompute_flops(config, lengths, cfg.recompute)
     return [
         ("parameters", f"{num_parameters(config):,}"),
         ("rows", f"{len(lengths):,} kept, {rows.num_long:,} longer than --max-length"),
-        ("tokens", f"{tokens:,} an epoch, longest row {max(lengths):,}"),
+        ("tokens", f"{sum(lengths):,} an epoch, longest row {max(lengths):,}"),
         ("loss tokens", f"{loss_tokens:,}"),
         ("steps", f"{num_steps:,} of {cfg.batch_size} rows"),
         ("compute", f"{compute:.3g} FLOP, {again:.3g} of them again"),

@@ -601,7 +601,7 @@ def test_bad_input_is_one_line_with_exit_code_2_and_nothing_is_written(ran, tmp_
         tune("absent.jsonl: no such", data=tmp_path / "absent.jsonl"),
         tune("did you mean --lr?", "--lrr", "1"),
         tune("'x'", "--lr", "x"),
-        tune("must be positive", "--batch-size", "0"),
+        tune("--batch-size 0: must be at least 1", "--batch-size", "0"),
         reinforce("absent", model=models["absent"]),
         reinforce("lacks <tool_call>", model=models["no_tag"]),
         reinforce("not [32, 48]", model=models["shape"]),
@@ -615,10 +615,10 @@ def test_bad_input_is_one_line_with_exit_code_2_and_nothing_is_written(ran, tmp_
         reinforce("set format_pool none", "--ig-turns", "none"),
         reinforce("temperature 0: greedy", "--temperature", "0"),
         reinforce("max_position_embeddings 8192", "--max-context", "9000"),
-        reinforce("steps 0: must be at least 1", "--steps", "0"),
-        reinforce("group_size 1: must be at least 2", "--group-size", "1"),
+        reinforce("--steps 0: must be at least 1", "--steps", "0"),
+        reinforce("--group-size 1: must be at least 2", "--group-size", "1"),
         reinforce("top_p 2", "--top-p", "2"),
-        reinforce("gamma is 1.5", "--gamma", "1.5"),
+        reinforce("--gamma 1.5: must be at least 0 and at most 1", "--gamma", "1.5"),
         reinforce("unknown argument --ig", "--ig", "all"),
     ]
     results = run_all(*(command for command, _ in cases))

@@ -428,7 +428,7 @@ def test_the_loss_has_the_temperature_of_the_sampler(model):
     [
         lambda zeros: WeightedNLL(zeros),
         lambda zeros: ClippedPolicy(
-            advantages_BS=zeros + 1, weights_BS=zeros, old_BS=zeros, ref_BS=zeros
+            zeros + 1, zeros, old_BS=zeros, ref_BS=zeros, clip=0.2, dual_clip=3.0, beta=0.001
         ),
     ],
 )
@@ -552,7 +552,8 @@ def policy_gradient(advantages, log_probs, weights, **kwargs):
         key: torch.tensor([value]) if isinstance(value, list) else value
         for key, value in kwargs.items()
     }
-    loss = ClippedPolicy(torch.tensor([advantages]), torch.tensor([weights]), **kwargs)
+    constants = {"clip": 0.2, "dual_clip": 3.0, "beta": 0.001} | kwargs
+    loss = ClippedPolicy(torch.tensor([advantages]), torch.tensor([weights]), **constants)
     value = loss.value(log_probs_N, torch.arange(len(log_probs))).sum()
     return float(value.detach()), torch.autograd.grad(value, log_probs_N)[0].tolist()
 
@@ -593,7 +594,7 @@ def test_the_policy_loss_on_the_model_equals_its_formula(model):
     with torch.no_grad():
         log_probs = reference_stats(model, ids, targets, torch.ones_like(mask))[0]
     old, ref = log_probs + 0.3 * noise, log_probs + 0.3 * more
-    loss = ClippedPolicy(advantages, weights, old, ref, beta=0.5)
+    loss = ClippedPolicy(advantages, weights, old, ref, clip=0.2, dual_clip=3.0, beta=0.5)
     got = model.token_loss(ids, targets, loss=loss).loss
     current = reference_stats(model, ids, targets, torch.ones_like(mask))[0]
     ratio = (current - old).exp()

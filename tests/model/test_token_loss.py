@@ -48,6 +48,7 @@ def test_the_slope_is_the_derivative_of_the_value(drop):
     log_probs, fields = policy_fields()
     loss = ClippedPolicy(
         **{name: None if name in drop else value for name, value in fields.items()},
+        clip=0.2,
         dual_clip=1.5,
         beta=0.3,
     )
@@ -76,7 +77,9 @@ def fixed_policy(temperature=1.0):
     log_probs = linear_log_probs(*problem(), temperature=temperature)[0].detach()
     a, b = upstream(37)
     old, ref = log_probs + 0.5 * upstream(37, seed=2)
-    return ClippedPolicy(3 * a[None], b[None], old_BS=old[None], ref_BS=ref[None], beta=0.3)
+    return ClippedPolicy(
+        3 * a[None], b[None], old[None], ref[None], clip=0.2, dual_clip=3.0, beta=0.3
+    )
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])

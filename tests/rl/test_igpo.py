@@ -565,11 +565,11 @@ def test_igpo_with_gains_weighted_zero_differs_from_grpo_by_the_discount_only():
     ("options", "message"),
     [
         ({"ig_turns": "none"}, "set format_pool none"),
-        ({"ig_turns": "search"}, "ig_turns is 'search'; choose one of visit, all, none"),
-        ({"norm": "scaled_separate"}, "choose one of separate, joint"),
-        ({"gamma": 1.5}, r"gamma is 1.5; it must lie in \[0, 1\]"),
-        ({"ig_std_floor": -1.0}, "ig_std_floor is -1.0"),
-        ({"format_penalty": math.nan}, "format_penalty is nan"),
+        ({"ig_turns": "search"}, "ig_turns search: must be one of visit, all, none"),
+        ({"norm": "scaled_separate"}, "norm scaled_separate: must be one of separate, joint"),
+        ({"gamma": 1.5}, "gamma 1.5: must be at least 0 and at most 1"),
+        ({"ig_std_floor": -1.0}, "ig_std_floor -1.0: must be at least 0"),
+        ({"format_penalty": math.nan}, "format_penalty nan: must be finite"),
     ],
 )
 def test_config_names_the_value_and_the_fix(options, message):

@@ -20,6 +20,7 @@ from venus.model.qwen3 import Qwen3, Qwen3Config
 from venus.model.weights import load_model, save_model
 from venus.rl.info_gain import (
     Cuts,
+    GainRule,
     cuts_of,
     score_cached,
     score_ground_truth,
@@ -313,7 +314,7 @@ def test_visit_gains_are_differences_between_answered_visits(model):
     is over the value before it.
     """
     one = trajectory(MIXED)
-    score_turns(model, CHATS, [one], ig_turns="visit")
+    score_turns(model, CHATS, [one], GainRule("visit", "log_prob", "first"))
     v = values_at(model, one, [5, 26, 47], "abc")
     expected = [None, None, v[1] - v[0], None, None, v[2] - v[1], None]
     for turn, gain in zip(one.turns, expected, strict=True):
@@ -322,7 +323,7 @@ def test_visit_gains_are_differences_between_answered_visits(model):
 
 def test_all_scores_every_well_formed_turn_but_the_last(model):
     one = trajectory(MIXED)
-    score_turns(model, CHATS, [one], ig_turns="all")
+    score_turns(model, CHATS, [one], GainRule("all", "log_prob", "first"))
     v = values_at(model, one, [5, 12, 19, 26, 40, 47], "abc")
     expected = [v[1] - v[0], v[2] - v[1], v[3] - v[2], None, v[4] - v[3], v[5] - v[4], None]
     for turn, gain in zip(one.turns, expected, strict=True):
@@ -331,7 +332,7 @@ def test_all_scores_every_well_formed_turn_but_the_last(model):
 
 def test_gains_in_probability_are_differences_of_exp(model):
     one = trajectory(MIXED)
-    score_turns(model, CHATS, [one], ig_turns="visit", ig_value="prob")
+    score_turns(model, CHATS, [one], GainRule("visit", "prob", "first"))
     v = values_at(model, one, [5, 26, 47], "abc")
     assert one.turns[2].info_gain == pytest.approx(exp(v[1]) - exp(v[0]), abs=FP32)
 
@@ -343,7 +344,7 @@ def test_alias_max_takes_the_best_alias_at_every_cut(model):
     changed = 0
     for seed in range(20):
         one = trajectory([("visit", "ok"), ("answer", None)], seed)
-        score_turns(model, CHATS, [one], ig_turns="visit", ig_alias="max")
+        score_turns(model, CHATS, [one], GainRule("visit", "log_prob", "max"))
         first, second = (values_at(model, one, [5, 12], alias) for alias in ALIASES)
         best = [max(pair) for pair in zip(first, second, strict=True)]
         assert one.turns[0].info_gain == pytest.approx(best[1] - best[0], abs=FP32)
@@ -362,11 +363,12 @@ def test_gains_go_to_their_own_trajectories_whatever_stands_between(model):
         [("answer", None)],
     ]
     alone = [trajectory(kind, seed) for seed, kind in enumerate(kinds)]
+    rule = GainRule("visit", "log_prob", "first")
     for one in alone:
-        score_turns(model, CHATS, [one], ig_turns="visit")
+        score_turns(model, CHATS, [one], rule)
     for max_tokens in (1, 100, 10000):
         batch = [trajectory(kind, seed) for seed, kind in enumerate(kinds)]
-        score_turns(model, CHATS, batch, ig_turns="visit", max_tokens=max_tokens)
+        score_turns(model, CHATS, batch, rule, max_tokens=max_tokens)
         for one, other in zip(batch, alone, strict=True):
             gains, expected = ([turn.info_gain for turn in t.turns] for t in (one, other))
             assert [g is None for g in gains] == [g is None for g in expected]
@@ -380,14 +382,14 @@ def test_zero_gain_is_zero_and_not_absent():
     other; an unscored turn is None.
     """
     one = trajectory([("search", "ok"), ("visit", "ok"), ("answer", None)])
-    score_turns(Lookup([[1 / 64] * 64] * 64), CHATS, [one], ig_turns="visit")
+    score_turns(Lookup([[1 / 64] * 64] * 64), CHATS, [one], GainRule("visit", "log_prob", "first"))
     assert [turn.info_gain for turn in one.turns] == [None, 0.0, None]
 
 
 def test_scoring_again_under_other_rules_leaves_no_gain_of_the_first_time(model):
     one = trajectory(MIXED)
-    score_turns(model, CHATS, [one], ig_turns="all")
-    score_turns(model, CHATS, [one], ig_turns="none")
+    score_turns(model, CHATS, [one], GainRule("all", "log_prob", "first"))
+    score_turns(model, CHATS, [one], GainRule("none", "log_prob", "first"))
     assert [turn.info_gain for turn in one.turns] == [None] * 7
 
 
@@ -442,7 +444,7 @@ def test_score_prints_the_value_and_gain_of_every_turn_and_one_line_for_bad_inpu
     for result, what in (
         (missing, "none.jsonl: no such file"),
         (unlabelled, "no ground truth"),
-        (usage, "usage"),
+        (usage, "no command 'show'; choose one of score"),
     ):
         assert result["code"] == 2
         assert (

@@ -82,14 +82,7 @@ def assert_gains_are_packed_ones(model, tokenizer, trajectories, rule):
     the rounding of fp32.
     """
     packed = copy.deepcopy(trajectories)
-    score_turns(
-        model,
-        tokenizer,
-        packed,
-        ig_turns=rule.ig_turns,
-        ig_value=rule.ig_value,
-        ig_alias=rule.ig_alias,
-    )
+    score_turns(model, tokenizer, packed, rule)
     got, wanted = (
         [[turn.info_gain for turn in trajectory.turns] for trajectory in side]
         for side in (trajectories, packed)
@@ -102,8 +95,8 @@ def assert_gains_are_packed_ones(model, tokenizer, trajectories, rule):
 @pytest.mark.parametrize(
     "rule",
     [
-        GainRule("visit"),
-        GainRule("all", "prob"),
+        GainRule("visit", "log_prob", "first"),
+        GainRule("all", "prob", "first"),
         GainRule("visit", "log_prob", "max"),
         GainRule("all", "log_prob", "max"),
     ],
@@ -153,7 +146,7 @@ def test_gain_scored_in_the_rollout_equals_packed_gain_on_the_world(tmp_path_fac
         for question, row in zip(questions, rows, strict=True)
     }
     limits = Limits(max_turns=6, max_turn_tokens=120, max_observation_tokens=300, max_context=2000)
-    rule = GainRule("visit")
+    rule = GainRule("visit", "log_prob", "first")
     agent = forced_agent(model, tokenizer, turns, offline_tools(), rule, limits=limits, num_slots=4)
     trajectories = list(agent.run([Job(question, 0) for question in questions]))
     assert all(trajectory.prediction in trajectory.ground_truth for trajectory in trajectories)
@@ -172,7 +165,13 @@ def test_a_group_scores_its_question_once(tmp_path):
     }
     limits = Limits(max_turns=2, max_turn_tokens=120, max_observation_tokens=100, max_context=1200)
     agent = forced_agent(
-        model, tokenizer, turns, fake_tools(), GainRule("visit"), limits=limits, num_slots=4
+        model,
+        tokenizer,
+        turns,
+        fake_tools(),
+        GainRule("visit", "log_prob", "first"),
+        limits=limits,
+        num_slots=4,
     )
     list(agent.run([Job(question(), sample) for sample in range(4)]))
     assert (
@@ -188,7 +187,7 @@ def test_a_ground_truth_longer_than_a_turn_is_refused_before_anything_runs(tmp_p
         tokenizer,
         {},
         fake_tools(),
-        GainRule("visit"),
+        GainRule("visit", "log_prob", "first"),
         num_slots=1,
     )
     job = Job(Question("q", "Who?", ("x " * 500,)), 0)

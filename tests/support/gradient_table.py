@@ -103,6 +103,7 @@ def clipped(fields):
         old_BS=fields["old"],
         ref_BS=fields["ref"],
         clip=0.1,
+        dual_clip=3.0,
         beta=0.1,
     )
 

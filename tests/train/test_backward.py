@@ -80,6 +80,8 @@ def clipped(fields):
         fields["weights"],
         old_BS=fields.get("old"),
         ref_BS=fields.get("ref"),
+        clip=0.2,
+        dual_clip=3.0,
         beta=0.1,
     )
 
@@ -224,7 +226,9 @@ def test_with_one_update_the_gradient_is_that_of_reinforce(model):
     grad, loss = gradient(
         model,
         documents,
-        lambda fields: ClippedPolicy(fields["advantages"], fields["weights"], beta=0.0),
+        lambda fields: ClippedPolicy(
+            fields["advantages"], fields["weights"], clip=0.2, dual_clip=3.0, beta=0.0
+        ),
         max_tokens=32,
     )
     reinforce, mean_advantage = 0, 0

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from venus.cli import STOPPED, RunFailed
+from venus.cli import STOPPED, UNTRUSTED, RunFailed
 from venus.model.qwen3 import WeightedNLL
 from venus.model.weights import load_model
 from venus.train.backward import backward, with_weights
 from venus.train.batches import Document
-from venus.train.loop import TrainingOptions, TrainingRun, lack_of_memory
+from venus.train.loop import OptimizerOptions, TrainingOptions, TrainingRun, lack_of_memory
 from venus.train.parallel import World, shard
 
 MODEL = Path(__file__).parents[1] / "golden" / "tied_tf5"
@@ -22,16 +22,13 @@ SETTINGS = {"seed": 1}
 
 
 @dataclass(frozen=True)
-class Config(TrainingOptions):
+class Config(OptimizerOptions, TrainingOptions):
     """What the scripts' configs have besides the shared flags."""
 
     model: str = str(MODEL)
     output: str = ""
     lr: float = 1e-3
-    beta1: float = 0.9
     beta2: float = 0.95
-    weight_decay: float = 0.01
-    clip_norm: float = 1.0
     save_every: int = 100
 
 
@@ -146,6 +143,29 @@ def test_skipped_updates_in_a_row_end_the_run_in_one_line_with_what_they_held(st
     assert (again.step, again.extra["skipped_in_a_row"]) == (3, 2)
     with pytest.raises(RunFailed, match="step 3"):
         learn(again, 3, poison=float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("poisoned", "code", "line"),
+    [
+        (
+            {1, 2},
+            UNTRUSTED,
+            "the last 2 updates were not finite and skipped; do not trust the model",
+        ),
+        ({1}, None, ""),
+    ],
+)
+def test_a_run_that_ends_with_skipped_updates_exports_and_is_not_to_be_trusted(
+    start, tmp_path, capsys, poisoned, code, line
+):
+    run = start(num_steps=3)
+    with run.running():
+        for step in run.steps("test"):
+            learn(run, step, poison=float("nan") if step in poisoned else None)
+    assert run.finish() == code
+    assert capsys.readouterr().out == (f"{tmp_path / 'run'}: {line}\n" if line else "")
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
 
 
 def test_a_stop_saves_the_step_it_comes_in_and_the_next_start_goes_on_from_there(start, tmp_path):

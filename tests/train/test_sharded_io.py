@@ -6,6 +6,7 @@ does alone, and the tests read the numbers.
 
 import dataclasses
 import json
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from venus.train.checkpoint import (
     load_sharded,
     save_checkpoint,
 )
-from venus.train.loop import TrainingOptions, TrainingRun
+from venus.train.loop import OptimizerOptions, TrainingOptions, TrainingRun
 from venus.train.parallel import World
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -38,16 +39,15 @@ FP32 = 2e-6  # relative to losses of about 4: the same sums in another order
 BEFORE, AFTER = 3, 3  # steps on either side of the resume
 
 
-class Config(TrainingOptions):
+@dataclass(frozen=True)
+class Config(OptimizerOptions, TrainingOptions):
     """The fields of a script's config that a run asks for."""
 
-    model = str(GOLDEN / "tied_tf5")
-    lr = 1e-3
-    beta1 = 0.9
-    beta2 = 0.95
-    weight_decay = 0.01
-    clip_norm = 1.0
-    save_every = 100
+    output: str
+    model: str = str(GOLDEN / "tied_tf5")
+    lr: float = 1e-3
+    beta2: float = 0.95
+    save_every: int = 100
 
 
 def optimizer_of(model):
@@ -137,8 +137,7 @@ def saved(directory, world):
 
 
 def training_run(directory, world):
-    cfg = Config(max_skipped=2)
-    object.__setattr__(cfg, "output", str(directory))
+    cfg = Config(str(directory), max_skipped=2)
     model = load_sharded(GOLDEN / "tied_tf5", world, dtype=torch.float32, bf16=False)
     return TrainingRun(
         cfg, model, world, settings={}, num_steps=9, spread=None, console=(), extra={}

@@ -8,7 +8,7 @@ Shapes: B rows  S sequence  D hidden  H query heads  K kv heads  E head_dim  F m
 import contextlib
 import dataclasses
 import json
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -310,9 +310,10 @@ class ClippedPolicy:
     weights_BS: Tensor
     old_BS: Tensor | None = None
     ref_BS: Tensor | None = None
-    clip: float = 0.2
-    dual_clip: float = 3.0
-    beta: float = 0.001
+    _: KW_ONLY
+    clip: float
+    dual_clip: float
+    beta: float
 
     def value(self, log_probs: Tensor, rows: Tensor) -> Tensor:
         """Per-token losses [N] of the selected tokens; `rows` [N] are their flat

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from venus.files import write_json
 from venus.model.qwen3 import Qwen3, Qwen3Config
 
 SHARD_BYTES = 5 * 10**9
@@ -114,14 +115,17 @@ def write_weights(
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    shard, size, shards, weight_map = {}, 0, [], {}
+    shards, weight_map = [], {}
+    shard, size = {}, 0
     for name, tensor in tensors:
         tensor = tensor.to(device="cpu", dtype=dtype).contiguous()
         num_bytes = tensor.numel() * tensor.element_size()
         if shard and size + num_bytes > shard_bytes:
             shards.append(_write_shard(shard, directory, len(shards)))
             shard, size = {}, 0
-        shard[name], size, weight_map[name] = tensor, size + num_bytes, len(shards)
+        shard[name] = tensor
+        size += num_bytes
+        weight_map[name] = len(shards)
     shards.append(_write_shard(shard, directory, len(shards)))
     total = len(shards)
     names = (
@@ -136,24 +140,23 @@ def write_weights(
     for temporary, name in zip(shards, names, strict=True):
         os.replace(temporary, directory / name)
     name = {torch_dtype: key for key, torch_dtype in DTYPES.items()}[dtype]
-    _write_json(directory / "config.json", config.to_dict() | {"dtype": name, "torch_dtype": name})
+    write_json(directory / "config.json", config.to_dict() | {"dtype": name, "torch_dtype": name})
     if total > 1:
-        _write_json(
+        write_json(
             directory / "model.safetensors.index.json",
             {"metadata": {}, "weight_map": {k: names[i] for k, i in weight_map.items()}},
         )
 
 
 TOKENIZER_FILES = (
-    *(
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "vocab.json",
-        "merges.txt",
-    ),
-    *("chat_template.jinja", "generation_config.json"),
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
 )
 
 
@@ -253,9 +256,3 @@ def _write_shard(shard: dict[str, Tensor], directory: Path, index: int) -> Path:
     path = directory / f".venus-shard-{index}.tmp"
     save_file(shard, path, metadata={"format": "pt"})
     return path
-
-
-def _write_json(path: Path, obj: dict) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(obj, indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, path)

@@ -27,58 +27,69 @@ from math import exp, fsum, isfinite, sqrt
 import torch
 from torch import Tensor
 
+from venus.cli import Options, option
 from venus.trajectory import ACTIONS, Trajectory
 
 VARIANCE_EPS, SIGMA_EPS = 1e-8, 1e-6
-SCALE_FLOOR, SCALE_EPS, SCALE_CAP = 0.3, 1e-8, 10.0
+SCALE_FLOOR = 0.3
+SCALE_EPS = 1e-8
+SCALE_CAP = 10.0
 Segment = tuple[int, str, float]  # group, kind (gain, penalty or outcome), reward
-CHOICES = {
-    "ig_turns": ("visit", "all", "none"),
-    "ig_value": ("log_prob", "prob"),
-    "format_pool": ("ig", "none"),
-    "norm": ("separate", "joint"),
-    "ig_scale": ("batch", "group", "none"),
-}
 
 
 @dataclass(frozen=True)
-class AdvantageConfig:
-    """How rewards become advantages; ValueError for a choice, number or combination
-    that is not defined.
+class AdvantageConfig(Options):
+    """How rewards become advantages; ValueError for a value out of range, or a combination that is
+    not defined.
 
-    GRPO is ig_turns none with format_pool none. The released joint mode is norm
-    joint with ig_scale none.
+    GRPO is ig_turns none with format_pool none. The released joint mode is norm joint with ig_scale
+    none.
     """
 
-    # score visits that the service answered, every well-formed turn, or none
-    ig_turns: str = "visit"
-    # gain = difference of mean log-probs (nats), or of their exp (prob, as in IGPO)
-    ig_value: str = "log_prob"
-    # penalties enter the IG pool (released), or are added after normalisation and scaling (none)
-    format_pool: str = "ig"
-    format_penalty: float = 1.0  # lambda; 0 = off
-    norm: str = "separate"  # z-score outcomes and gains apart, or jointly
-    ig_scale: str = "batch"  # IG-Scale over the batch (released), per group, or not at all
-    # least sigma of a pool with gains; 0 as released: gains of +-1e-4 become z = +-.7
-    # (IG-Scale may undo 10x)
-    ig_std_floor: float = 0.0
-    ig_weight: float = 1.0  # multiplies information gain only, never the penalty
-    gamma: float = 0.95  # discount per segment
+    ig_turns: str = option(
+        "visit",
+        group="credit (Eq. 2-9)",
+        help="turns whose gain is rewarded: answered visits, all, or none (GRPO)",
+        choices=("visit", "all", "none"),
+    )
+    ig_value: str = option(
+        "log_prob",
+        help="gain in mean log-probability (DR-Venus) or in its exp (IGPO)",
+        choices=("log_prob", "prob"),
+    )
+    ig_weight: float = option(
+        1.0, help="factor on information gain, not on the penalty", least=0, most=1_000_000
+    )
+    # at 0, gains of +-1e-4 become z = +-.7 (IG-Scale may undo 10x)
+    ig_std_floor: float = option(
+        0.0,
+        help="least sigma of the information-gain pool; at 0, as released, tiny gains become "
+        "full-size advantages",
+        least=0,
+        most=1_000_000,
+    )
+    ig_scale: str = option(
+        "batch",
+        help="IG-Scale over the batch (released), per group, or off",
+        choices=("batch", "group", "none"),
+    )
+    norm: str = option(
+        "separate",
+        help="z-score outcomes and gains apart, or as one pool",
+        choices=("separate", "joint"),
+    )
+    format_penalty: float = option(
+        1.0, help="lambda: a malformed turn earns minus this; 0 is off", least=0, most=1_000_000
+    )
+    format_pool: str = option(
+        "ig",
+        help="penalties enter the information-gain pool (released), or are added afterwards",
+        choices=("ig", "none"),
+    )
+    gamma: float = option(0.95, help="discount per credit segment", least=0, most=1)
 
     def __post_init__(self) -> None:
-        for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)!r}; choose one of {', '.join(choices)}"
-                )
-        for name, top in {
-            "format_penalty": 1e6,
-            "ig_std_floor": 1e6,
-            "ig_weight": 1e6,
-            "gamma": 1.0,
-        }.items():
-            if not 0 <= getattr(self, name) <= top:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must lie in [0, {top:g}]")
+        super().__post_init__()
         if self.ig_turns == "none" and self.format_pool == "ig":
             raise ValueError(
                 "ig_turns none with format_pool ig: equal penalties alone in a pool have z = "
@@ -188,7 +199,8 @@ def credit_segments(actions: Sequence[str], scored: Sequence[bool]) -> list[int]
     outcome's. Any other malformed turn is a segment of its own and leaves the open turns open:
     [search, malformed, visit, answer] with the visit scored -> [1, 0, 1, 2].
     """
-    segments, open_turns, num_segments = [-1] * len(actions), [], 0
+    segments, open_turns = [-1] * len(actions), []
+    num_segments = 0
     for t, (action, is_scored) in enumerate(zip(actions, scored, strict=True)):
         closes = is_scored or t == len(actions) - 1
         if not closes and action != "malformed":
@@ -208,20 +220,18 @@ def segment_rewards(
     """
     segments = []
     for t in sorted({segment: t for t, segment in enumerate(segment_of_turn)}.values()):
-        action, kind, reward = rollout.actions[t], "gain", rollout.info_gains[t]
+        action, gain = rollout.actions[t], rollout.info_gains[t]
         if t == len(rollout.actions) - 1:
-            kind = "outcome"
-            reward = (
-                -cfg.format_penalty
-                if action == "malformed" and cfg.format_penalty
-                else rollout.outcome
-            )
+            penalised = action == "malformed" and cfg.format_penalty > 0
+            kind, reward = "outcome", -cfg.format_penalty if penalised else rollout.outcome
         elif action == "malformed":
             kind, reward = "penalty", -cfg.format_penalty
         elif cfg.ig_turns == "visit" and action != "visit":
             raise ValueError(
-                f"{rollout.key}: turn {t} ({action}) has info gain {reward}, but ig_turns is visit"
+                f"{rollout.key}: turn {t} ({action}) has info gain {gain}, but ig_turns is visit"
             )
+        else:
+            kind, reward = "gain", gain
         segments.append((rollout.group, kind, reward))
     return segments
 

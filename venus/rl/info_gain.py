@@ -21,7 +21,7 @@ import torch
 from tqdm import tqdm
 
 from kernels.launch import KERNELS
-from venus import cli
+from venus.cli import Options, option
 from venus.model.attention import Layout, Span
 from venus.model.cache import KVCache
 from venus.model.decode import CachedLayout
@@ -30,6 +30,8 @@ from venus.model.weights import load_for_inference
 from venus.rl.igpo import info_gains, scored_turns
 from venus.tokenizer import ChatTokenizer
 from venus.trajectory import Trajectory, Turn, read_trajectories
+
+MAX_TOKENS = 65_536  # of one packed forward pass
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ def cuts_of(
 
 @torch.no_grad()
 def score_ground_truth(
-    model: Qwen3, items: Sequence[Cuts], *, max_tokens: int = 65536, kernel: str = "auto"
+    model: Qwen3, items: Sequence[Cuts], *, max_tokens: int = MAX_TOKENS, kernel: str = "auto"
 ) -> list[list[float]]:
     """v at every cut of every item (nats), packed into forwards of at most `max_tokens` tokens; a
     longer item runs alone, in chunks over a cache.
@@ -113,7 +115,9 @@ def _packs(items: Sequence[Cuts], max_tokens: int):
 def _score_pack(
     model: Qwen3, items: Sequence[Cuts], max_tokens: int, kernel: str
 ) -> list[list[float]]:
-    ids, positions, targets, spans, answer_rows = [], [], {}, [], []
+    ids, positions = [], []
+    spans, answer_rows = [], []
+    targets = {}
     for item in items:
         doc, trunk = len(ids), max(item.cuts, default=0)
         ids += item.ids[:trunk]
@@ -183,8 +187,8 @@ class GainRule:
     """
 
     ig_turns: str
-    ig_value: str = "log_prob"
-    ig_alias: str = "first"
+    ig_value: str
+    ig_alias: str
 
     def aliases(self, ground_truth: Sequence[str]) -> Sequence[str]:
         """The ground truths to score."""
@@ -231,17 +235,14 @@ def score_turns(
     model: Qwen3,
     tokenizer: ChatTokenizer,
     trajectories: Sequence[Trajectory],
+    rule: GainRule,
     *,
-    ig_turns: str,
-    ig_value: str = "log_prob",
-    ig_alias: str = "first",
-    max_tokens: int = 65536,
+    max_tokens: int = MAX_TOKENS,
     kernel: str = "auto",
 ) -> None:
-    """Write the information gain of every turn that `igpo.scored_turns` chooses into the
-    trajectories, in place; the other turns get None.
+    """Write the information gain of every turn that the rule chooses into the trajectories, in
+    place; the other turns get None.
     """
-    rule = GainRule(ig_turns, ig_value, ig_alias)
     chosen = [rule.chosen(trajectory) for trajectory in trajectories]
     aliases = [
         rule.aliases(t.ground_truth) if any(mask) else ()
@@ -315,15 +316,19 @@ def _extend(model: Qwen3, cache: KVCache, ids: Sequence[int]) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class ScoreConfig:
+class ScoreConfig(Options):
     """Print the value of the ground truth before and after every turn."""
 
-    trajectories: str = cli.option(help="trajectories.jsonl with ground truth")
-    model: str = cli.option(help="Hugging Face directory: config.json, safetensors, tokenizer.json")
-    max_tokens: int = cli.option(65536, help="tokens of one packed forward pass", unit="tokens")
-    kernel: str = cli.option(
-        "auto", help="auto is Triton on CUDA and torch elsewhere", choices=KERNELS
+    trajectories: str = option(help="trajectories.jsonl with ground truth", positional=True)
+    model: str = option(help="Hugging Face directory: config.json, safetensors, tokenizer.json")
+    max_tokens: int = option(
+        MAX_TOKENS,
+        group="memory and speed",
+        help="tokens of one packed forward pass",
+        unit="tokens",
+        least=1,
     )
+    kernel: str = option("auto", help="auto is Triton on CUDA and torch elsewhere", choices=KERNELS)
 
 
 def score_command(cfg: ScoreConfig) -> None:

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from venus.cli import RunFailed
+from venus.files import replacing, write_json
 from venus.model.qwen3 import Qwen3
 from venus.model.weights import (
     copy_tokenizer_files,
@@ -56,42 +57,32 @@ def save_checkpoint(
     Saved are weights, optimizer, every rank's random state and `extra` (plain JSON). RunFailed when
     it cannot be written.
     """
-    directory, name = Path(directory), f"step_{step}"
+    directory = Path(directory)
+    name = f"step_{step}"
     temporary = directory / f"{name}.tmp"
     if world.is_main:
         directory.mkdir(parents=True, exist_ok=True)
         for half_written in directory.glob("step_*.tmp"):  # by a run that was killed
             shutil.rmtree(half_written)
     world.barrier()
-    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = _state_of(model, optimizer)
     if model.config.tie_word_embeddings:
-        del model_state[TIED_HEAD]  # the embedding under a second name
+        del state["model"][TIED_HEAD]  # the embedding under a second name
+    state[f"rng_{world.rank}"] = _random_state(world)
     try:
-        dcp.save(
-            {
-                "model": model_state,
-                "optimizer": optimizer_state,
-                f"rng_{world.rank}": _random_state(world),
-            },
-            checkpoint_id=temporary,
-        )
+        dcp.save(state, checkpoint_id=temporary)
     except CheckpointException as error:  # on every rank
         raise RunFailed(
             f"{temporary}: {_reason(error)!r}; the checkpoint before is unharmed"
         ) from None
     world.barrier()
     if world.is_main:
-        (temporary / "extra.json").write_text(json.dumps(extra, indent=2) + "\n", encoding="utf-8")
+        write_json(temporary / "extra.json", extra)
         shutil.rmtree(directory / name, ignore_errors=True)
         os.replace(temporary, directory / name)
-        (directory / "latest.tmp").write_text(name + "\n", encoding="utf-8")
-        os.replace(directory / "latest.tmp", directory / "latest")
-        # later ones are of a run that went back
-        up_to_now = sorted((number, path) for number, path in _whole(directory) if number <= step)
-        for path in {path for _, path in _whole(directory)} - {
-            path for _, path in up_to_now[-keep:]
-        }:
-            shutil.rmtree(path)
+        with replacing(directory / "latest") as latest:
+            latest.write_text(name + "\n", encoding="utf-8")
+        _remove_old(directory, step, keep)
     world.barrier()
 
 
@@ -123,32 +114,21 @@ def load_checkpoint(
         # JSON has no tuples
         _check_settings(directory, extra.get("settings", {}), json.loads(json.dumps(settings)))
     step = int(path.name.removeprefix("step_"))
-    state = {"model": get_model_state_dict(model)}
-    if optimizer is not None:
-        rng = {
-            name: value
-            for name, value in _random_state(world).items()
-            if f"rng_{world.rank}.{name}" in saved
-        }
-        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)) | (
-            {f"rng_{world.rank}": rng} if rng else {}
-        )
-    if model.config.tie_word_embeddings:
-        head = state["model"].pop(TIED_HEAD)
-    try:
-        dcp.load(state, checkpoint_id=path)
-    except CheckpointException as error:  # on every rank
-        raise _damaged(path, _reason(error)) from None
-    if model.config.tie_word_embeddings:
-        # shares the embedding's storage, which has just been read into
-        state["model"][TIED_HEAD] = head
     if optimizer is None:
+        state = {"model": get_model_state_dict(model)}
+        _read_state(path, state, model)
         set_model_state_dict(model, state["model"])
-    else:
-        set_state_dict(
-            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
-        _set_random_state(rng, step, world)
+        return step, extra
+    state = _state_of(model, optimizer)
+    mine = f"rng_{world.rank}"
+    rng = {name: x for name, x in _random_state(world).items() if f"{mine}.{name}" in saved}
+    if rng:
+        state[mine] = rng
+    _read_state(path, state, model)
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    _set_random_state(rng, step, world)
     return step, extra
 
 
@@ -202,15 +182,8 @@ def export_model(
             pass
     world.barrier()
     exported = load_sharded(temporary, world, dtype=dtype, bf16=False)
-    difference = (
-        world.sum(
-            (_sample_log_probs(model, world) - _sample_log_probs(exported, world))
-            .abs()
-            .mean()
-            .item()
-        )
-        / world.size
-    )
+    differences = _sample_log_probs(model, world) - _sample_log_probs(exported, world)
+    difference = world.sum(differences.abs().mean().item()) / world.size
     if not difference <= LOG_PROB_TOLERANCE[dtype]:  # NaN is an error as well
         raise RunFailed(
             f"{temporary}: the exported model's log-probs differ by {difference:.3g} nats "
@@ -274,6 +247,33 @@ def _latest(directory: Path) -> Path | None:
             "to resume from the newest one that is"
         )
     return path
+
+
+def _state_of(model: Qwen3, optimizer: torch.optim.Optimizer) -> dict[str, dict]:
+    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+
+
+def _read_state(path: Path, state: dict, model: Qwen3) -> None:
+    """Read a checkpoint into the tensors of `state`, in place. A collective."""
+    if model.config.tie_word_embeddings:
+        head = state["model"].pop(TIED_HEAD)
+    try:
+        dcp.load(state, checkpoint_id=path)
+    except CheckpointException as error:  # on every rank
+        raise _damaged(path, _reason(error)) from None
+    if model.config.tie_word_embeddings:
+        # shares the embedding's storage, which has just been read into
+        state["model"][TIED_HEAD] = head
+
+
+def _remove_old(directory: Path, step: int, keep: int) -> None:
+    """Remove all checkpoints but the last `keep` up to `step`; later ones are of a run that went
+    back.
+    """
+    whole = _whole(directory)
+    kept = sorted(item for item in whole if item[0] <= step)[-keep:]
+    for _, path in set(whole) - set(kept):
+        shutil.rmtree(path)
 
 
 def _whole(directory: Path) -> list[tuple[int, Path]]:

@@ -14,10 +14,10 @@ import torch
 from tqdm import tqdm
 
 from kernels.launch import KERNELS, choose_kernel
-from venus.cli import STOPPED, RunFailed, option
+from venus.cli import STOPPED, UNTRUSTED, Options, RunFailed, option
 from venus.model.costs import Training, knobs, mfu, readable_bytes, training_flops, training_memory
 from venus.model.qwen3 import RECOMPUTE, Qwen3, Qwen3Config, TokenLoss
-from venus.runlog import MetricsLogger, save_run
+from venus.runlog import MetricsLogger, RunOptions, save_run
 from venus.train.backward import Fields
 from venus.train.checkpoint import (
     check_export,
@@ -33,16 +33,30 @@ NAMES_SHOWN = 32
 
 
 @dataclass(frozen=True)
-class TrainingOptions:
+class OptimizerOptions(Options):
+    """AdamW, as far as train_sft.py and train_igpo.py have the same defaults."""
+
+    beta1: float = option(
+        0.9, group="optimizer", help="AdamW: decay of the first moment", least=0, below=1
+    )
+    weight_decay: float = option(
+        0.01, help="AdamW: decay of the weights, times the learning rate", least=0, most=100
+    )
+    clip_norm: float = option(1.0, help="largest global gradient norm", above=0, most=1_000_000)
+
+
+@dataclass(frozen=True)
+class TrainingOptions(RunOptions):
     """Flags of train_sft.py and train_igpo.py that do not change what is computed: a run may be
     resumed with others.
     """
 
-    # memory and speed
     sp: int = option(
         1,
+        group="memory and speed",
         help="GPUs that share one sequence (Ulysses); divides the number of processes and of "
         "query heads",
+        least=1,
     )
     recompute: str = option(
         "on",
@@ -53,18 +67,19 @@ class TrainingOptions:
         32_768,
         help="packed tokens of one forward pass on each GPU; a longer row runs alone",
         unit="tokens",
+        least=1,
     )
     kernel: str = option(
         "auto",
         help="auto is Triton on CUDA and torch elsewhere; which one it was stands in run.json",
         choices=KERNELS,
     )
-    # run
-    keep_checkpoints: int = option(2, help="newest checkpoints kept")
+    keep_checkpoints: int = option(2, group="run", help="newest checkpoints kept", least=1)
     max_skipped: int = option(
         5,
         help="updates in a row with a loss or gradient that is not finite; each is skipped, then "
         "the run fails",
+        least=1,
     )
     export: str | None = option(
         None, help="write the latest checkpoint to this directory in Hugging Face's form, and exit"
@@ -72,26 +87,15 @@ class TrainingOptions:
     tensorboard: bool = option(
         False, help="also write TensorBoard events (needs tensorboard installed)"
     )
-    dry_run: bool = option(False, help="print the resolved config and the plan, and exit")
     world_size: int = option(
-        1, help="for --dry-run: the number of processes planned for; torchrun sets the real one"
-    )
-    gpu_memory: float | None = option(
-        None, help="for --dry-run: say whether the plan fits into a GPU of this size", unit="GB"
+        1,
+        help="for --dry-run: the number of processes planned for; torchrun sets the real one",
+        least=1,
     )
 
     def validate(self) -> None:
-        """ValueError for a value out of range."""
-        for name in (
-            "sp",
-            "max_tokens_per_gpu",
-            "keep_checkpoints",
-            "max_skipped",
-            "world_size",
-            "gpu_memory",
-        ):
-            if getattr(self, name) is not None and getattr(self, name) <= 0:
-                raise ValueError(f"{name} {getattr(self, name)}: must be positive")
+        """ValueError where the planned processes cannot share sequences."""
+        super().validate()
         if self.dry_run and self.world_size % self.sp:
             raise ValueError(f"sp {self.sp}: does not divide the world_size of {self.world_size}")
 
@@ -115,6 +119,18 @@ def compute_dtype(world: World) -> torch.dtype:
     exported model has the same.
     """
     return torch.bfloat16 if world.device.type == "cuda" else torch.float32
+
+
+def adamw(cfg: TrainingOptions, model: Qwen3, world: World) -> torch.optim.AdamW:
+    """The optimizer of all parameters."""
+    return torch.optim.AdamW(
+        model.parameters(),
+        lr=cfg.lr,
+        betas=(cfg.beta1, cfg.beta2),
+        weight_decay=cfg.weight_decay,
+        # torch's default there takes the root of a whole moment at once, as large as the weights
+        fused=world.device.type == "cuda",
+    )
 
 
 class TrainingRun:
@@ -146,15 +162,7 @@ class TrainingRun:
         self.num_steps = num_steps
         self.spread = spread
         self.output, self.kernel = Path(cfg.output), choose_kernel(cfg.kernel, world.device)
-        self.optimizer = torch.optim.AdamW(
-            model.parameters(),
-            lr=cfg.lr,
-            betas=(cfg.beta1, cfg.beta2),
-            weight_decay=cfg.weight_decay,
-            # torch's default there takes the root of a whole moment at once, as
-            # large as the weights
-            fused=world.device.type == "cuda",
-        )
+        self.optimizer = adamw(cfg, model, world)
         check_shared(self.output, world)
         check_export(cfg.model, self.output / "model")
         self.step, saved = load_checkpoint(
@@ -201,14 +209,14 @@ class TrainingRun:
         """The steps that are left, until a stop. When the loop comes back for the next one, the
         step is done, and saved when that is due.
         """
-        bar = {
-            "initial": self.step,
-            "total": self.num_steps,
-            "desc": name,
-            "unit": "step",
-            "disable": not self.world.is_main or None,
-        }
-        for step in tqdm(range(self.step, self.num_steps), **bar):
+        for step in tqdm(
+            range(self.step, self.num_steps),
+            initial=self.step,
+            total=self.num_steps,
+            desc=name,
+            unit="step",
+            disable=not self.world.is_main or None,
+        ):
             yield step
             self.world.check_alive(f"step {step}")
             self.step = step + 1
@@ -242,8 +250,7 @@ class TrainingRun:
             raise RunFailed(
                 f"step {self.step}: loss {loss}, gradient norm {grad_norm}; "
                 f"{self.extra['skipped_in_a_row']} updates in a row were not finite and "
-                "skipped; "
-                "the checkpoints are unharmed: lower --lr or look at "
+                "skipped; the checkpoints are unharmed: lower --lr or look at "
                 f"{', '.join(names[:NAMES_SHOWN])}{more}"
             )
         return loss, grad_norm
@@ -281,12 +288,17 @@ class TrainingRun:
             self.saved_step = self.step
 
     def finish(self) -> int | None:
-        """Export the model of a run that is through; of one that was stopped, return the
-        exit code that says so.
+        """Export the model of a run that is through. Return STOPPED for one that is not, UNTRUSTED
+        when its last updates were skipped, as not finite.
         """
         self.metrics.close()
-        is_through = self.step == self.num_steps
-        if is_through:
+        skipped = self.extra["skipped_in_a_row"]
+        code = UNTRUSTED if skipped else None
+        line = f"the last {skipped} updates were not finite and skipped; do not trust the model"
+        if self.step != self.num_steps:
+            code = STOPPED
+            line = f"stopped after step {self.step} of {self.num_steps}; the same command resumes"
+        else:
             export_model(
                 self.model,
                 self.cfg.model,
@@ -294,13 +306,10 @@ class TrainingRun:
                 dtype=compute_dtype(self.world),
                 world=self.world,
             )
-        elif self.world.is_main:
-            print(
-                f"{self.output}: stopped after step {self.step} of {self.num_steps}; the "
-                "same command resumes"
-            )
+        if code and self.world.is_main:
+            print(f"{self.output}: {line}")
         self.world.close()
-        return None if is_through else STOPPED
+        return code
 
 
 def export_latest(cfg: TrainingOptions) -> None:

@@ -54,13 +54,13 @@ class World:
             self.device = torch.device("cpu")
         if not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
-            alone = (
-                {}
-                if dist.is_torchelastic_launched()
-                else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-            )
-            dist.init_process_group(backend, timeout=TIMEOUT, **alone)
-        self.rank, self.size, self.sp = dist.get_rank(), dist.get_world_size(), sp
+            if dist.is_torchelastic_launched():
+                dist.init_process_group(backend, timeout=TIMEOUT)
+            else:
+                store = dist.HashStore()
+                dist.init_process_group(backend, timeout=TIMEOUT, store=store, rank=0, world_size=1)
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.sp = sp
         if sp < 1 or self.size % sp:
             raise ValueError(
                 f"sp {sp}: does not divide the {self.size} process(es); start a multiple of "
@@ -71,7 +71,8 @@ class World:
         self.mesh = init_device_mesh(self.device.type, (self.size,))  # (dp, sp) flattened
         self.sp_group = dist.new_subgroups(sp, timeout=TIMEOUT)[0] if sp > 1 else None
         self.host_group = dist.new_group(backend="gloo", timeout=HOST_TIMEOUT)
-        self._store, self._asked_to_stop, self._stopping = _get_default_store(), False, False
+        self._store = _get_default_store()
+        self._asked_to_stop = self._stopping = False
 
     @property
     def is_main(self) -> bool:
@@ -161,7 +162,7 @@ def shard(model: Qwen3, world: World, *, bf16: bool) -> Qwen3:
 
     Gradients are SUMmed over ranks (the losses are already divided by global counts). bf16: bf16
     compute over fp32 masters, fp32 reduction. A model on the meta device stays there: `to_empty` it
-    and fill in this rank's rows. ValueError: as `plan.check_heads`.
+    and fill in this rank's rows. ValueError: as `costs.check_heads`.
     """
     check_heads(model.config, world.sp)
     policy = (
@@ -230,15 +231,16 @@ def split_sequence(packed: Packed, world: World) -> Packed:
     def part(x_1N: Tensor) -> Tensor:
         return x_1N.tensor_split(world.sp, dim=1)[world.sp_rank]
 
-    exchange = {
-        "to_heads": functools.partial(_to_heads, group=world.sp_group),
-        "to_sequence": functools.partial(_to_sequence, group=world.sp_group),
-    }
+    layout = dataclasses.replace(
+        packed.layout,
+        to_heads=functools.partial(_to_heads, group=world.sp_group),
+        to_sequence=functools.partial(_to_sequence, group=world.sp_group),
+    )
     return Packed(
         part(packed.ids_1N),
         part(packed.targets_1N),
         part(packed.positions_1N),
-        dataclasses.replace(packed.layout, **exchange),
+        layout,
         {name: part(values_1N) for name, values_1N in packed.fields.items()},
     )
 
