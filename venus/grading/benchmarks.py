@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from venus.cli import option
+from venus.cli import Options, option
 from venus.files import row_files, rows_of, write_jsonl
 from venus.trajectory import Question
 
@@ -92,12 +92,7 @@ class Benchmark:
         """
         corpus = str(Path(corpus).resolve()) if corpus else None
         questions: dict[str, Question] = {}
-        rows = (
-            (where, row)
-            for file in benchmark_files(path)
-            for where, row in (csv_rows(file) if file.suffix == ".csv" else rows_of(file))
-        )
-        for where, row in rows:
+        for where, row in _benchmark_rows(path):
             if not isinstance(row, dict):
                 raise ValueError(f"{where}: not a row of {self.name}: not an object")
             if row.get("file_name"):  # GAIA's questions about an attachment
@@ -107,24 +102,23 @@ class Benchmark:
                 raise ValueError(
                     f"{where}: id {question.id!r} occurs twice; ids and questions must be unique"
                 )
-        if self.count and (
-            len(questions) > self.count or (len(questions) < self.count and not partial)
-        ):
-            hint = (
-                (
+        self._check_count(path, len(questions), partial)
+        return list(questions.values())
+
+    def _check_count(self, path: str, count: int, partial: bool) -> None:
+        if self.count and (count > self.count or count < self.count and not partial):
+            hint = ""
+            if self.name == "gaia-text":
+                hint = (
                     "; its 103 text-only questions are a list of their own, a choice among those "
                     "without attachment"
                 )
-                if self.name == "gaia-text"
-                else ""
-            )
             raise ValueError(
-                f"{path}: {len(questions)} questions, {self.name} has {self.count}{hint}; "
+                f"{path}: {count} questions, {self.name} has {self.count}{hint}; "
                 "for a subset, --partial"
             )
-        if not questions:
+        if not count:
             raise ValueError(f"{path}: no questions")
-        return list(questions.values())
 
     def _question(self, where: str, row: dict, corpus: str | None, canary: str | None) -> Question:
         asked, answer = (
@@ -280,6 +274,11 @@ def benchmark_files(path: str) -> list[Path]:
     return [Path(path)] if Path(path).suffix == ".csv" else row_files(path)
 
 
+def _benchmark_rows(path: str) -> Iterator[tuple[str, object]]:
+    for file in benchmark_files(path):
+        yield from csv_rows(file) if file.suffix == ".csv" else rows_of(file)
+
+
 def csv_rows(file: Path) -> Iterator[tuple[str, dict]]:
     """Yield ("file:line", row) of a CSV with a header, its byte order mark aside; every field is a
     string, `None` and `NA` too.
@@ -345,7 +344,7 @@ def corpus_rows(paths: Iterable[str]) -> Iterator[dict]:
 
 
 @dataclass(frozen=True)
-class CorpusConfig:
+class CorpusConfig(Options):
     data: tuple[str, ...] = option(
         help="documents: .json, .jsonl and .parquet files and directories of them"
     )

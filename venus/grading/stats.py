@@ -286,7 +286,9 @@ def _bootstrap(
             f"{resamples} resamples at level {level}: need at least one, and a level between "
             "0 and 1"
         )
-    rng, numbers, means = np.random.default_rng(seed), np.array(per_question, dtype=np.float64), []
+    rng = np.random.default_rng(seed)
+    numbers = np.array(per_question, dtype=np.float64)
+    means = []
     rows = max(1, CHUNK // len(numbers))
     for start in range(0, resamples, rows):
         drawn = rng.integers(len(numbers), size=(min(rows, resamples - start), len(numbers)))

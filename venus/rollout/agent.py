@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from venus import protocol
+from venus.cli import Options, option
 from venus.protocol import Action, parse_action
 from venus.rl.info_gain import GainRule
 from venus.rollout.noise import noise_key
@@ -29,33 +30,53 @@ CUT_NOTICE = "\n[cut]"
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What ends a rollout. Tokens and seconds; `max_seconds` 0 is no limit.
+class Limits(Options):
+    """What ends a rollout.
 
     Before every turn the context must hold that turn, its observation, the message that asks for
     the answer and the answering turn; where it cannot, the turn is the answering one
     (context_limit). An observation longer than its share is cut, visibly.
     """
 
-    max_turns: int = 200
-    max_turn_tokens: int = 8192
-    max_observation_tokens: int = 16384
-    max_context: int = 262144
-    max_seconds: float = 0.0
-    tool_seconds: float = 150.0
-
-    def __post_init__(self):
-        least = {
-            "max_turns": 1,
-            "max_turn_tokens": 1,
-            "max_observation_tokens": 32,
-            "max_context": 1,
-            "max_seconds": 0,
-            "tool_seconds": 0.001,
-        }
-        for name, value in least.items():
-            if getattr(self, name) < value:
-                raise ValueError(f"{name} {getattr(self, name)}: must be at least {value}")
+    max_turns: int = option(
+        200,
+        group="limits",
+        help="assistant turns of a trajectory; the last one is asked to answer",
+        unit="turns",
+        least=1,
+        agent=True,
+    )
+    max_turn_tokens: int = option(
+        8192, help="sampled tokens of a turn", unit="tokens", least=1, agent=True
+    )
+    max_observation_tokens: int = option(
+        16384, help="longer observations are cut, visibly", unit="tokens", least=32, agent=True
+    )
+    max_context: int = option(
+        262144,
+        help="tokens of a trajectory; the answering turn is kept room for",
+        unit="tokens",
+        least=1,
+        agent=True,
+    )
+    max_seconds: float = option(
+        0.0,
+        help="wall-clock limit of a trajectory, which then leaves training and is wrong in "
+        "eval.py; 0 is none",
+        unit="s",
+        least=0,
+        most=1_000_000,
+    )
+    cut_off_share: float = option(
+        0.0,
+        help="give up the last of a process' rollouts of a step when only this share is left; 0 "
+        "waits for all",
+        least=0,
+        below=1,
+    )
+    tool_seconds: float = option(
+        150.0, help="total deadline of a tool call", unit="s", least=0.001, most=1_000_000
+    )
 
 
 @dataclass(frozen=True)
@@ -89,8 +110,7 @@ class Agent:
     into every trajectory.
 
     gain: score the ground truth behind every observation that counts, while its keys and values are
-    in the cache, and write the turns' gains. cut_off_share: when all but this share of the jobs are
-    done, the others are given up as stragglers; 0 waits for all.
+    in the cache, and write the turns' gains.
     """
 
     def __init__(
@@ -105,11 +125,16 @@ class Agent:
         seed: int,
         manifest: dict,
         gain: GainRule | None = None,
-        cut_off_share: float = 0.0,
     ):
-        self.sampler, self.tokenizer, self.tools, self.limits = sampler, tokenizer, tools, limits
-        self.system, self.run_name, self.seed, self.manifest = system, run, seed, manifest
-        self.gain, self.cut_off_share = gain, cut_off_share
+        self.sampler = sampler
+        self.tokenizer = tokenizer
+        self.tools = tools
+        self.limits = limits
+        self.system = system
+        self.run_name = run
+        self.seed = seed
+        self.manifest = manifest
+        self.gain = gain
         # question id -> mean log-prob of each ground truth at the question,
         # once its group has begun
         self.baselines: dict[str, list[float]] = {}
@@ -138,9 +163,8 @@ class Agent:
         for question in {job.question.id: job.question for job in waiting}.values():
             self._prompt_ids(question)
             self._answers(question)
-        return self._run(
-            waiting, should_stop, math.floor(self.cut_off_share * (num_done + len(waiting)))
-        )
+        num_stragglers = math.floor(self.limits.cut_off_share * (num_done + len(waiting)))
+        return self._run(waiting, should_stop, num_stragglers)
 
     def _run(
         self, waiting: collections.deque[Job], should_stop: Callable[[], bool], num_stragglers: int

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from venus.cli import option
+from venus.cli import Options, option
 from venus.services.chat import ChatClient, parse_endpoint
 from venus.tools.base import Tool
 from venus.tools.cassette import Cassette, CassetteTool, file_digest
@@ -50,20 +50,21 @@ class Keys:
         }
         shared = found.pop("openai")
         return cls(
-            **{
-                name: key or (None if name in ("serper", "jina") else shared)
-                for name, key in found.items()
-            }
+            serper=found["serper"],
+            jina=found["jina"],
+            summary=found["summary"] or shared,
+            judge=found["judge"] or shared,
+            policy=found["policy"] or shared,
         )
 
 
 @dataclass(frozen=True)
-class ToolOptions:
+class ToolOptions(Options):
     """What answers a search and a visit."""
 
-    # tools
     tools: str = option(
         "offline",
+        group="tools",
         help="search and visit over the question's corpus, or over the live web (key: "
         "SERPER_API_KEY)",
         choices=("offline", "live"),
@@ -81,16 +82,21 @@ class ToolOptions:
     )
     search_base: str = option("https://google.serper.dev", help="address of Serper")
     reader_base: str = option("https://r.jina.ai", help="address of Jina Reader")
-    search_concurrency: int = option(8, help="queries at once", unit="calls")
-    reader_concurrency: int = option(8, help="pages read at once", unit="calls")
-    summary_concurrency: int = option(8, help="pages summarised at once", unit="calls")
+    search_concurrency: int = option(8, help="queries at once", unit="calls", least=1)
+    reader_concurrency: int = option(8, help="pages read at once", unit="calls", least=1)
+    summary_concurrency: int = option(8, help="pages summarised at once", unit="calls", least=1)
     web_seconds: float = option(
-        60.0, help="longest wait for one request; all its tries share --tool-seconds", unit="s"
+        60.0,
+        help="longest wait for one request; all its tries share --tool-seconds",
+        unit="s",
+        above=0,
+        most=1_000_000,
     )
     web_budget: int | None = option(
         None,
         help="queries, pages and summaries of a process; one more ends the run. Empty is no limit",
         unit="calls",
+        least=1,
     )
     proxy: str | None = option(
         None,
@@ -113,16 +119,8 @@ class ToolOptions:
     cassette_file: str | None = option(None, help="JSONL file of recorded answers, appended to")
 
     def validate(self) -> None:
-        """ValueError for a value out of range, or one that lacks another."""
-        for name in (
-            "search_concurrency",
-            "reader_concurrency",
-            "summary_concurrency",
-            "web_seconds",
-            "web_budget",
-        ):
-            if getattr(self, name) is not None and getattr(self, name) <= 0:
-                raise ValueError(f"{name} {getattr(self, name)}: must be positive")
+        """ValueError for an address that is none, or an option that lacks another."""
+        super().validate()
         if (self.cassette == "off") != (self.cassette_file is None):
             raise ValueError("--cassette record or replay and --cassette-file go together")
         for name in ("search_base", "reader_base", "proxy"):
