@@ -204,8 +204,9 @@ def main(cfg: EvalConfig, keys: Keys) -> int | None:
         save_run(cfg, output)
     verdicts = grade(cfg, keys, tokenizer, questions, trajectories, own)
     name = cfg.benchmark or (Path(cfg.questions).stem if cfg.questions else output.name)
-    summary = {"name": name}
-    summary |= summarise(questions, trajectories, verdicts, seed=cfg.seed, resamples=cfg.resamples)
+    summary = {"name": name} | summarise(
+        questions, trajectories, verdicts, seed=cfg.seed, resamples=cfg.resamples
+    )
     if baseline:
         summary["difference"] = difference(
             verdicts, baseline, cfg.baseline, seed=cfg.seed, resamples=cfg.resamples

@@ -92,7 +92,12 @@ class Benchmark:
         """
         corpus = str(Path(corpus).resolve()) if corpus else None
         questions: dict[str, Question] = {}
-        for where, row in _benchmark_rows(path):
+        rows = (
+            pair
+            for file in benchmark_files(path)
+            for pair in (csv_rows(file) if file.suffix == ".csv" else rows_of(file))
+        )
+        for where, row in rows:
             if not isinstance(row, dict):
                 raise ValueError(f"{where}: not a row of {self.name}: not an object")
             if row.get("file_name"):  # GAIA's questions about an attachment
@@ -113,10 +118,8 @@ class Benchmark:
                     "; its 103 text-only questions are a list of their own, a choice among those "
                     "without attachment"
                 )
-            raise ValueError(
-                f"{path}: {count} questions, {self.name} has {self.count}{hint}; "
-                "for a subset, --partial"
-            )
+            found = f"{path}: {count} questions, {self.name} has {self.count}{hint}"
+            raise ValueError(f"{found}; for a subset, --partial")
         if not count:
             raise ValueError(f"{path}: no questions")
 
@@ -265,18 +268,16 @@ def benchmark_files(path: str) -> list[Path]:
     """List the files at `path`: a .csv, or what `row_files` finds. ValueError: no such
     file, or a spreadsheet.
     """
-    if Path(path).suffix in (".xlsx", ".xls"):
+    file = Path(path)
+    if file.suffix in (".xlsx", ".xls"):
         raise ValueError(
             f"{path}: spreadsheets are not read; save its sheet as CSV (UTF-8) and give that file"
         )
-    if Path(path).suffix == ".csv" and not Path(path).is_file():
+    if file.suffix != ".csv":
+        return row_files(path)
+    if not file.is_file():
         raise ValueError(f"{path}: no such file")
-    return [Path(path)] if Path(path).suffix == ".csv" else row_files(path)
-
-
-def _benchmark_rows(path: str) -> Iterator[tuple[str, object]]:
-    for file in benchmark_files(path):
-        yield from csv_rows(file) if file.suffix == ".csv" else rows_of(file)
+    return [file]
 
 
 def csv_rows(file: Path) -> Iterator[tuple[str, dict]]:

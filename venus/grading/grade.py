@@ -145,7 +145,8 @@ def grade_trajectories(
     verdicts = dict(zip((t.key for t in judged), found, strict=True))
     rows = []
     for t in trajectories:
-        verdict = verdicts.get(t.key) or _without_judge(t)
+        reason = t.stop_reason if t.ground_truth else "no ground truth"
+        verdict = verdicts.get(t.key) or Verdict("error", t.prediction, error=reason)
         text = observations(t, tokenizer)
         rows.append(
             {
@@ -165,11 +166,6 @@ def grade_trajectories(
             }
         )
     return rows
-
-
-def _without_judge(trajectory: Trajectory) -> Verdict:
-    reason = trajectory.stop_reason if trajectory.ground_truth else "no ground truth"
-    return Verdict("error", extracted=trajectory.prediction, error=reason)
 
 
 def _scores(trajectory: Trajectory, verdict: Verdict, items: bool) -> dict:

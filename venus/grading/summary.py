@@ -2,7 +2,6 @@
 are those of `grading`.
 """
 
-import functools
 import hashlib
 import json
 import os
@@ -90,7 +89,10 @@ def summarise(
             f"all {len(trajectories)} rollouts are excluded from statistics "
             f"({dict(reasons)}): nothing to evaluate"
         )
-    interval = functools.partial(_interval, seed=seed, resamples=resamples)
+
+    def interval(statistic: Callable, *values: object) -> dict:
+        return asdict(statistic(*values, seed=seed, resamples=resamples))
+
     rows = list(zip(trajectories, verdicts, strict=True))
     statuses = Counter(t.outcome.status for t in trajectories)
     calls = [[(turn.action, num_items(turn)) for turn in t.turns if is_call(turn)] for t in ended]
@@ -145,33 +147,29 @@ def summarise(
     }
 
 
-def _interval(
-    statistic: Callable[..., stats.Interval], *values: object, seed: int, resamples: int
-) -> dict:
-    return asdict(statistic(*values, seed=seed, resamples=resamples))
-
-
-def _verdict_figures(rows: list[tuple[Trajectory, dict]], interval: Callable[..., dict]) -> dict:
+def _verdict_figures(rows: list[tuple[Trajectory, dict]], interval: Callable) -> dict:
     """The VERDICT_FIGURES of summarise, each None without a row. interval: of a statistic and its
     values.
     """
     if not rows:
         return dict.fromkeys(VERDICT_FIGURES)
 
-    def success(rows: list[tuple[Trajectory, dict]]) -> dict | None:
-        correct = [row["verdict"] == "correct" for _, row in rows]
-        return interval(stats.mean_ci, correct, [t.question_id for t, _ in rows]) if rows else None
-
     ids = [t.question_id for t, _ in rows]
     correct = [row["verdict"] == "correct" for _, row in rows]
     scores = [row["scores"] for _, row in rows]
-    clean = [(t, row) for t, row in rows if not row["leaks"]]
+    graded = [n for n, (_, row) in enumerate(rows) if row["verdict"] != "error"]
+    clean = [n for n, (_, row) in enumerate(rows) if not row["leaks"]]
     leaked = Counter(string for _, row in rows for string in row["leaks"])
     samples = min(Counter(ids).values())
     ks = stats.pass_ks(samples)
+
+    def success(among: Sequence[int]) -> dict | None:
+        values = [correct[n] for n in among]
+        return interval(stats.mean_ci, values, [ids[n] for n in among]) if among else None
+
     return {
-        "success": success(rows),
-        "success_graded": success([(t, row) for t, row in rows if row["verdict"] != "error"]),
+        "success": success(range(len(rows))),
+        "success_graded": success(graded),
         "scores": {
             name: interval(stats.mean_ci, [of_row.get(name, 0.0) for of_row in scores], ids)
             for name in dict.fromkeys(name for of_row in scores for name in of_row)
@@ -350,14 +348,26 @@ def difference(
     graded = [[row for row in rows if row["verdict"] != "error"] for rows in (here, there)]
     common = _ids(graded[0]) & _ids(graded[1])
     graded = [[row for row in rows if row["question_id"] in common] for rows in graded]
-    interval = functools.partial(_paired_interval, seed=seed, resamples=resamples)
-    rates, baseline_rates = (stats.question_means(*_correct(rows)) for rows in (here, there))
+
+    def interval(rows: list[dict], others: list[dict]) -> dict:
+        values, questions = _correct(others)
+        return asdict(
+            stats.paired_difference_ci(
+                *_correct(rows),
+                baseline_values=values,
+                baseline_questions=questions,
+                seed=seed,
+                resamples=resamples,
+            )
+        )
+
+    rates, others = (stats.question_means(*_correct(rows)) for rows in (here, there))
     return {
         "baseline": name,
         **interval(here, there),
         "graded": interval(*graded) if common else None,
-        "gained": [question for question in rates if rates[question] > baseline_rates[question]],
-        "lost": [question for question in rates if rates[question] < baseline_rates[question]],
+        "gained": [question for question in rates if rates[question] > others[question]],
+        "lost": [question for question in rates if rates[question] < others[question]],
     }
 
 
@@ -368,17 +378,3 @@ def _ids(rows: Sequence[dict]) -> set[str]:
 def _correct(rows: Sequence[dict]) -> tuple[list[bool], list[str]]:
     """Whether each row is correct, and its question."""
     return [row["verdict"] == "correct" for row in rows], [row["question_id"] for row in rows]
-
-
-def _paired_interval(
-    here: Sequence[dict], there: Sequence[dict], *, seed: int, resamples: int
-) -> dict:
-    values, questions = _correct(there)
-    interval = stats.paired_difference_ci(
-        *_correct(here),
-        baseline_values=values,
-        baseline_questions=questions,
-        seed=seed,
-        resamples=resamples,
-    )
-    return asdict(interval)

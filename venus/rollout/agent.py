@@ -91,9 +91,8 @@ class Job:
 class _Rollout:
     job: Job
     slot: int
-    ids: list[int]
-    prompt_len: int
-    started: float
+    ids: list[int]  # at first the prompt's
+    started: float = field(default_factory=time.monotonic)
     log_probs: list[float] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     # successful calls of this rollout, by signature
@@ -103,6 +102,9 @@ class _Rollout:
     limit: str | None = None  # the limit that made the coming turn the last one
     # turn -> mean log-prob of each ground truth after it
     values: dict[int, list[float]] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.prompt_len = len(self.ids)
 
 
 class Agent:
@@ -177,7 +179,9 @@ class Agent:
                     rollout = active[generation.slot]
                     trajectory = self._end_turn(rollout, generation, pool)
                     if trajectory is not None:
-                        yield self._close(active, rollout, trajectory)
+                        del active[rollout.slot]
+                        self.sampler.close(rollout.slot)
+                        yield trajectory
                 is_idle = (
                     not self.sampler.rows
                     and not (waiting and self.sampler.free)
@@ -186,16 +190,9 @@ class Agent:
                 for slot, result in pool.poll(block=is_idle):
                     self._observe(active[slot], result)
         if len(waiting) + len(active) <= num_stragglers:
-            for rollout in active.values():
+            not_begun = [_Rollout(job, -1, self._prompt_ids(job.question)) for job in waiting]
+            for rollout in (*active.values(), *not_begun):
                 yield self._trajectory(rollout, None, "straggler", "cut_off")
-            for job in waiting:
-                prompt_ids = self._prompt_ids(job.question)
-                yield self._trajectory(
-                    _Rollout(job, -1, prompt_ids, len(prompt_ids), time.monotonic()),
-                    None,
-                    "straggler",
-                    "cut_off",
-                )
 
     def _admit(self, waiting: collections.deque[Job], active: dict[int, _Rollout]) -> None:
         while waiting and self.sampler.free:
@@ -209,8 +206,7 @@ class Agent:
             else:
                 slot = self.sampler.open()
                 self.sampler.prefill(slot, prompt_ids[:-1])
-            rollout = _Rollout(job, slot, prompt_ids, len(prompt_ids), time.monotonic())
-            active[slot] = rollout
+            rollout = active[slot] = _Rollout(job, slot, prompt_ids)
             self._generate(rollout, prompt_ids[-1:])
             # the first of its group: older rows are served first, so no sibling is done before
             if self.gain and job.question.id not in self.baselines:
@@ -312,16 +308,11 @@ class Agent:
         prediction = action.answer or protocol.extract_prediction(content)
         if rollout.limit == "time_limit":
             return self._trajectory(rollout, prediction, "time_limit", "cut_off")
-        if prediction is not None:
-            return self._trajectory(
-                rollout,
-                prediction,
-                rollout.limit or ("answered" if action.kind == "answer" else "turn_limit"),
-                "ok",
-            )
-        return self._trajectory(
-            rollout, None, "no_answer" if generation.stopped else "token_limit", "ok"
-        )
+        if prediction is None:
+            reason = "no_answer" if generation.stopped else "token_limit"
+        else:
+            reason = rollout.limit or ("answered" if action.kind == "answer" else "turn_limit")
+        return self._trajectory(rollout, prediction, reason, "ok")
 
     def _observe(self, rollout: _Rollout, result: ToolResult) -> None:
         """Append an observation to the row, decide whether the coming turn is
@@ -334,9 +325,8 @@ class Agent:
                 turn.seconds = round(time.monotonic() - rollout.since, 3)
                 rollout.seconds["tool"] += turn.seconds
             if result.status == "ok":  # a failed call registers nothing: its retry is no duplicate
-                rollout.results[protocol.call_signature(Action(turn.action, turn.arguments))] = (
-                    result
-                )
+                signature = protocol.call_signature(Action(turn.action, turn.arguments))
+                rollout.results[signature] = result
         last_id = rollout.ids[-1]
         closed = last_id == self.tokenizer.im_end_id
         bodies = [self._cut(result.text)]
@@ -365,8 +355,7 @@ class Agent:
         """Shorten an observation to its share of tokens, saying so at its end. What counts is the
         piece between the tags, newlines included.
         """
-        keep = self.limits.max_observation_tokens
-        limit = self.limits.max_observation_tokens
+        keep = limit = self.limits.max_observation_tokens
         body_ids = None
         while (
             length := len(self.tokenizer.encode_untrusted(protocol.observation_text(body)))
@@ -404,13 +393,6 @@ class Agent:
         )
         if self.gain:
             self.gain.write(trajectory, self.baselines.get(question.id, []), rollout.values)
-        return trajectory
-
-    def _close(
-        self, active: dict[int, _Rollout], rollout: _Rollout, trajectory: Trajectory
-    ) -> Trajectory:
-        del active[rollout.slot]
-        self.sampler.close(rollout.slot)
         return trajectory
 
 
@@ -459,11 +441,10 @@ class ToolPool:
             if isinstance(outcome, Exception):
                 raise outcome
             results.append((self.pending.pop(number)[0], outcome))
-        for number in [
-            number for number, (_, due, _) in self.pending.items() if due <= time.monotonic()
-        ]:
-            slot, _, seconds = self.pending.pop(number)
-            results.append((slot, ToolResult(protocol.TIMEOUT_MESSAGE(seconds), "timeout")))
+        for number, (slot, due, seconds) in list(self.pending.items()):
+            if due <= time.monotonic():
+                del self.pending[number]
+                results.append((slot, ToolResult(protocol.TIMEOUT_MESSAGE(seconds), "timeout")))
         return results
 
     def close(self) -> None:

@@ -38,15 +38,12 @@ def share_of_jobs(
     The samples of a question stay together, since they share its prompt, unless there are fewer
     questions than ranks.
     """
-    whole = len(questions) >= num_ranks
-    units = (
-        [[job] for job in jobs_of(questions, num_samples)]
-        if not whole
-        else [jobs_of([question], num_samples) for question in questions]
-    )
-    unit_costs = costs if whole else [cost for cost in costs for _ in range(num_samples)]
+    units = [jobs_of([question], num_samples) for question in questions]
+    if len(questions) < num_ranks:
+        units = [[job] for unit in units for job in unit]
+        costs = [cost for cost in costs for _ in range(num_samples)]
     # dealt as documents are, all in one round
-    (mine,) = micro_batches(unit_costs, 2 * sum(unit_costs), num_ranks)[rank]
+    (mine,) = micro_batches(costs, 2 * sum(costs), num_ranks)[rank]
     return [job for number in sorted(mine) for job in units[number]]
 
 

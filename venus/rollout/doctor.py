@@ -4,7 +4,7 @@ what to do about it.
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -21,7 +21,6 @@ from venus.tools.web import Budget
 
 PAGE = "https://example.com/"  # that a reader is tried on
 SECONDS = 30.0  # for one call
-Check = tuple[str, Callable[[], str], str]  # name, try it: what is seen, fix
 
 
 def diagnose(
@@ -36,48 +35,40 @@ def diagnose(
     """Print a line for each part that is configured, and return whether all of them work. policy
     None: the model in the directory samples; judge None: no model grades.
     """
-    checks = [*_policy_checks(model, policy), *_tool_checks(options, keys, page)]
-    if judge is not None:
-        fix = "check JUDGE_API_KEY or OPENAI_API_KEY, and --judge"
-        checks.append(("judge", lambda: _chat(judge), fix))
+    checks = _checks(model, options, keys, policy, judge, page)
     results = [_passes(*check) for check in checks]  # all of them: the first failure hides none
     return all(results)
 
 
-def _policy_checks(model: str, policy: ChatClient | None) -> list[Check]:
-    tokenizer = ("tokenizer", lambda: _tokenizer(model), "copy the tokenizer.json of a Qwen3")
+def _checks(model, options, keys, policy, judge, page) -> Iterator[tuple]:
+    """Yield (name, a function that tries it and says what it saw, the fix) of each part."""
     if policy is None:
-        return [
-            ("model", lambda: _model(model), "copy the model's files anew"),
-            ("kernels", _kernels, "use another GPU, or --kernel torch"),
-            tokenizer,
-        ]
-    fix = "check POLICY_API_KEY or OPENAI_API_KEY, and --policy"
-    return [tokenizer, ("policy", lambda: _chat(policy, top_p=1.0, seed=0), fix)]
-
-
-def _tool_checks(options: ToolOptions, keys: Keys, page: str) -> list[Check]:
+        yield "model", lambda: _model(model), "copy the model's files anew"
+        yield "kernels", _kernels, "use another GPU, or --kernel torch"
+    yield (
+        "tokenizer",
+        lambda: f"{ChatTokenizer(model).vocab_size:,} ids, all structure tokens",
+        "copy the tokenizer.json of a Qwen3",
+    )
+    if policy is not None:
+        fix = "check POLICY_API_KEY or OPENAI_API_KEY, and --policy"
+        yield "policy", lambda: _chat(policy, top_p=1.0, seed=0), fix
     if options.cassette == "replay":
-        return [("cassette", lambda: _cassette(options.cassette_file), "record it anew")]
-    if not options.live:
-        return []
-    return [
-        (
-            "search",
-            lambda: _search(options, keys),
-            "check SERPER_API_KEY, its credits and --search-base",
-        ),
-        (
-            "reader",
-            lambda: _read(options, keys, page),
-            "check JINA_API_KEY, its balance and --reader-base, or use --reader fetch",
-        ),
-        (
-            "summary",
-            lambda: _chat(options.summary_client(keys)),
-            "check SUMMARY_API_KEY or OPENAI_API_KEY, and --summary",
-        ),
-    ]
+        tape = options.cassette_file
+        yield (
+            "cassette",
+            lambda: f"{len(Cassette(tape, record=False).results):,} recorded answers",
+            "record it anew",
+        )
+    if options.live:
+        fix = "check SERPER_API_KEY, its credits and --search-base"
+        yield "search", lambda: _search(options, keys), fix
+        fix = "check JINA_API_KEY, its balance and --reader-base, or use --reader fetch"
+        yield "reader", lambda: _read(options, keys, page), fix
+        fix = "check SUMMARY_API_KEY or OPENAI_API_KEY, and --summary"
+        yield "summary", lambda: _chat(options.summary_client(keys)), fix
+    if judge is not None:
+        yield "judge", lambda: _chat(judge), "check JUDGE_API_KEY or OPENAI_API_KEY, and --judge"
 
 
 def _passes(name: str, attempt: Callable[[], str], fix: str) -> bool:
@@ -106,14 +97,6 @@ def _model(directory: str) -> str:
         f"{num_parameters(config):,} parameters in {config.dtype}, "
         f"{config.max_position_embeddings:,} positions; names and shapes of the weights fit"
     )
-
-
-def _tokenizer(directory: str) -> str:
-    return f"{ChatTokenizer(directory).vocab_size:,} ids, all structure tokens"
-
-
-def _cassette(path: str) -> str:
-    return f"{len(Cassette(path, record=False).results):,} recorded answers"
 
 
 def _kernels() -> str:

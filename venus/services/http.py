@@ -208,9 +208,7 @@ def _session(deadline: "_Deadline", public_only: bool) -> requests.Session:
     session = requests.Session()
     # else a password in ~/.netrc would take the place of the key
     session.auth = lambda request: request
-    adapter = _Adapter(deadline, public_only)
-    session.mount("http://", adapter)
-    session.mount("https://", adapter)
+    session.adapters = {"http": _Adapter(deadline, public_only)}  # a prefix: https as well
     return session
 
 

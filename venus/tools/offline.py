@@ -18,27 +18,6 @@ from venus.protocol import SearchHit, format_search, format_visit
 from venus.tools.base import Tool, ToolResult, VisitedPage
 
 K1, B = 1.2, 0.75  # BM25: how fast a repeated term saturates, how much long pages are discounted
-STOP_WORDS = frozenset(
-    {
-        "a",
-        "an",
-        "and",
-        "at",
-        "by",
-        "for",
-        "from",
-        "in",
-        "is",
-        "of",
-        "on",
-        "or",
-        "the",
-        "to",
-        "was",
-        "what",
-        "who",
-    }
-)
 SNIPPET_CHARS, MAX_LINES = 160, 5  # of a hit's snippet, of a visit's extract
 NOT_FOUND = "page not found"
 
@@ -71,6 +50,9 @@ class Page:
 def words(text: str) -> list[str]:
     """Lower-case words; each CJK ideograph is one: "Borhok, 東京 9" -> borhok 東 京 9."""
     return re.findall(r"[\u4e00-\u9fff]|[^\W\u4e00-\u9fff]+", text.lower())
+
+
+STOP_WORDS = frozenset(words("a an and at by for from in is of on or the to was what who"))
 
 
 class Corpus:

@@ -124,9 +124,8 @@ class ToolOptions(Options):
         if (self.cassette == "off") != (self.cassette_file is None):
             raise ValueError("--cassette record or replay and --cassette-file go together")
         for name in ("search_base", "reader_base", "proxy"):
-            if getattr(self, name) is not None and not re.fullmatch(
-                r"https?://[^/@\s]+(/\S*)?", getattr(self, name)
-            ):
+            address = getattr(self, name)
+            if address is not None and not re.fullmatch(r"https?://[^/@\s]+(/\S*)?", address):
                 raise ValueError(
                     f"{name}: must be http(s)://host without a password, since flags are "
                     "saved with the run; a proxy's belongs in HTTPS_PROXY"
@@ -233,15 +232,13 @@ class ToolOptions(Options):
         """
         if not self.live:
             return []
-        counts = [
+        searches, visits = (
             [num_rollouts * min(count, max_turns - 1) for count in counts]
             for counts in (SEARCHES, VISITS)
+        )
+        tokens = visits[1] * (PAGE_CHARS // CHARS_A_TOKEN + SUMMARY_TOKENS)
+        return [
+            ("searches, about", f"{searches[0]:,} to {searches[1]:,}"),
+            ("pages opened, about", f"{visits[0]:,} to {visits[1]:,}"),
+            ("summary tokens, at most", f"{tokens:,}"),
         ]
-        tokens = counts[1][1] * (PAGE_CHARS // CHARS_A_TOKEN + SUMMARY_TOKENS)
-        rows = [
-            (name, f"{low:,} to {high:,}")
-            for name, (low, high) in zip(
-                ("searches, about", "pages opened, about"), counts, strict=True
-            )
-        ]
-        return [*rows, ("summary tokens, at most", f"{tokens:,}")]

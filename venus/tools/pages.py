@@ -121,28 +121,8 @@ def page_text(reply: Reply) -> str:
 class _Text(HTMLParser):
     """Collects what a reader sees."""
 
-    HIDDEN = frozenset({"script", "style", "noscript", "template", "svg"})
-    INLINE = frozenset(
-        {
-            "a",
-            "abbr",
-            "b",
-            "cite",
-            "code",
-            "em",
-            "font",
-            "i",
-            "mark",
-            "q",
-            "s",
-            "small",
-            "span",
-            "strong",
-            "sub",
-            "sup",
-            "u",
-        }
-    )
+    HIDDEN = ("script", "style", "noscript", "template", "svg")
+    INLINE = re.compile("a|abbr|b|cite|code|em|font|i|mark|q|s|small|span|strong|sub|sup|u")
 
     def __init__(self):
         super().__init__()
@@ -161,5 +141,5 @@ class _Text(HTMLParser):
             self.parts.append(data)
 
     def _break(self, tag):
-        if tag not in self.INLINE:
+        if not self.INLINE.fullmatch(tag):
             self.parts.append("\n")

@@ -103,12 +103,11 @@ class Service:
         if not self.slots.acquire(timeout=max(due - time.monotonic(), 0.0)):
             raise CallError(f"{self.name}: all its slots were busy", timed_out=True)
         try:
-            left = due - time.monotonic()
             result = with_tries(
                 lambda left: attempt(min(self.seconds, left)),
                 tries=TRIES,
                 first_wait=FIRST_WAIT,
-                seconds=left,
+                seconds=due - time.monotonic(),
             )
         except CallError as error:
             self.failures += 1
@@ -229,16 +228,12 @@ class Serper(Tool):
         answer = reply.json_object()
         if "organic" not in answer and "searchParameters" not in answer:
             raise TryError(f"no search result in the answer: {reply.fault(self.key)}")
-        rows = [
-            row
-            for row in answer.get("organic") or ()
-            if row.get("link") and not is_blocked(row["link"], self.blocked)
-        ]
         return [
             SearchHit(
                 row.get("title") or "", row["link"], row.get("snippet") or "", row.get("date")
             )
-            for row in rows
+            for row in answer.get("organic") or ()
+            if row.get("link") and not is_blocked(row["link"], self.blocked)
         ]
 
 
