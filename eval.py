@@ -41,8 +41,7 @@ from venus.grading.summary import (
 )
 from venus.grading.verdicts import PROMPTS
 from venus.report.page import Run, read_run, write_report
-from venus.rollout.agent import Agent
-from venus.rollout.collect import check_corpora, collect, jobs_of
+from venus.rollout.collect import collect, jobs_of
 from venus.rollout.doctor import diagnose
 from venus.rollout.options import RolloutOptions
 from venus.runlog import print_plan, save_run
@@ -181,10 +180,13 @@ def main(cfg: EvalConfig, keys: Keys) -> int | None:
     if cfg.dry_run:
         print_plan(cfg, plan(cfg, questions))
         return None
-    baseline, decoding = read_verdicts(cfg.baseline) if cfg.baseline else [], None
+    baseline = read_verdicts(cfg.baseline) if cfg.baseline else []
+    decoding = None
     if cfg.model:
-        own, agent = manifest_of(cfg, questions), agent_of(cfg, keys, questions)
-        tokenizer, decoding = agent.tokenizer, None if cfg.policy else agent.sampler.choices
+        own = manifest_of(cfg, questions)
+        agent = cfg.load_agent(cfg.model, keys, questions, run=output.name, seed=cfg.seed)
+        tokenizer = agent.tokenizer
+        decoding = None if cfg.policy else agent.sampler.choices
         check_baseline(cfg, agent.manifest | own, {question.id for question in questions}, baseline)
         trajectories = collect(
             agent,
@@ -266,22 +268,6 @@ def manifest_of(cfg: EvalConfig, questions: list[Question]) -> dict:
         "judge": grader.name,
         "prompt_hash": PROMPTS[grader.prompt].hash if grader.prompt else None,
     }
-
-
-def agent_of(cfg: EvalConfig, keys: Keys, questions: list[Question]) -> Agent:
-    """The agent over the model and the tools of the run. ValueError for a corpus that
-    is missing or broken.
-    """
-    (model, name), tokenizer = cfg.load_policy(cfg.model, keys), ChatTokenizer(cfg.model)
-    corpora = check_corpora(questions) if cfg.tools == "offline" else None
-    return cfg.agent(
-        model,
-        tokenizer,
-        run=Path(cfg.output).name,
-        seed=cfg.seed,
-        manifest={"model": name},
-        tools=cfg.make_tools(keys, corpora),
-    )
 
 
 def trajectories_of(

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from venus.cli import option, run
-from venus.rollout.collect import check_corpora, collect, jobs_of
+from venus.rollout.collect import collect, jobs_of
 from venus.rollout.doctor import diagnose
 from venus.rollout.options import RolloutOptions
 from venus.runlog import print_plan, save_run
-from venus.tokenizer import ChatTokenizer
 from venus.tools.options import Keys
 from venus.trajectory import read_questions
 
@@ -54,24 +53,15 @@ def main(cfg: RolloutConfig, keys: Keys) -> int | None:
     if cfg.dry_run:
         print_plan(cfg, [("questions", f"{len(questions):,}"), *cfg.plan(cfg.model, len(jobs))])
         return None
-    (model, name), tokenizer = cfg.load_policy(cfg.model, keys), ChatTokenizer(cfg.model)
-    corpora = check_corpora(questions) if cfg.tools == "offline" else None
-    agent = cfg.agent(
-        model,
-        tokenizer,
-        run=Path(cfg.output).stem,
-        seed=cfg.seed,
-        manifest={"model": name},
-        tools=cfg.make_tools(keys, corpora),
-    )
-    run_directory = Path(cfg.output).with_suffix(".run")
-    device = cfg.policy or str(model.lm_head.weight.device)
+    output = Path(cfg.output)
+    agent = cfg.load_agent(cfg.model, keys, questions, run=output.stem, seed=cfg.seed)
+    device = cfg.policy or str(agent.sampler.device)
     decoding = None if cfg.policy else agent.sampler.choices
     trajectories = collect(
         agent,
         jobs,
-        cfg.output,
-        begin=lambda: save_run(cfg, run_directory, device=device, decoding=decoding),
+        output,
+        begin=lambda: save_run(cfg, output.with_suffix(".run"), device=device, decoding=decoding),
     )
     turns = sum(len(trajectory.turns) for trajectory in trajectories)
     print(

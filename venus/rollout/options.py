@@ -2,6 +2,7 @@
 once, where their keys and values lie, and what a GPU would make of it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from venus import protocol
@@ -17,6 +18,7 @@ from venus.model.qwen3 import Qwen3, Qwen3Config
 from venus.model.weights import fingerprint, load_for_inference
 from venus.rl.info_gain import GainRule
 from venus.rollout.agent import Agent, Limits
+from venus.rollout.collect import check_corpora
 from venus.rollout.noise import SamplingOptions, SamplingParams
 from venus.rollout.remote import RemoteSampler
 from venus.rollout.sampler import DECODE_KERNELS, KV_CACHES, Sampler
@@ -25,6 +27,7 @@ from venus.services.chat import ChatClient, parse_endpoint
 from venus.tokenizer import ChatTokenizer
 from venus.tools.base import Tool
 from venus.tools.options import Keys, ToolOptions
+from venus.trajectory import Question
 
 
 @dataclass(frozen=True)
@@ -234,14 +237,6 @@ class RolloutOptions(SamplingOptions, Limits, ToolOptions, DecodingOptions):
         own = {name: getattr(self, name) for name in (*names, "system_prompt", "date")}
         return own | self.tools_manifest()
 
-    def load_policy(self, directory: str, keys: Keys) -> tuple[Qwen3 | ChatClient, str]:
-        """What samples, the model in `directory` or the client of --policy, and what
-        a manifest calls it.
-        """
-        if self.policy is None:
-            return load_for_inference(directory), fingerprint(directory)
-        return self.policy_client(keys), self.policy
-
     def policy_client(self, keys: Keys) -> ChatClient | None:
         """The client of --policy, if there is one."""
         if self.policy is None:
@@ -249,6 +244,21 @@ class RolloutOptions(SamplingOptions, Limits, ToolOptions, DecodingOptions):
         return ChatClient(
             *parse_endpoint(self.policy, "--policy"), keys.policy, self.policy_seconds
         )
+
+    def load_agent(
+        self, directory: str, keys: Keys, questions: Sequence[Question], *, run: str, seed: int
+    ) -> Agent:
+        """The agent over the model in `directory`, or over --policy, and over the tools of the run.
+        ValueError for a model or a corpus that is missing or broken.
+        """
+        if self.policy is None:
+            model, name = load_for_inference(directory), fingerprint(directory)
+        else:
+            model, name = self.policy_client(keys), self.policy
+        tokenizer = ChatTokenizer(directory)
+        corpora = check_corpora(questions) if self.tools == "offline" else None
+        tools, manifest = self.make_tools(keys, corpora), {"model": name}
+        return self.agent(model, tokenizer, run=run, seed=seed, manifest=manifest, tools=tools)
 
     def agent(
         self,
