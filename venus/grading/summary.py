@@ -153,7 +153,6 @@ def _verdict_figures(rows: list[tuple[Trajectory, dict]], interval: Callable) ->
     """
     if not rows:
         return dict.fromkeys(VERDICT_FIGURES)
-
     ids = [t.question_id for t, _ in rows]
     correct = [row["verdict"] == "correct" for _, row in rows]
     scores = [row["scores"] for _, row in rows]
@@ -171,8 +170,8 @@ def _verdict_figures(rows: list[tuple[Trajectory, dict]], interval: Callable) ->
         "success": success(range(len(rows))),
         "success_graded": success(graded),
         "scores": {
-            name: interval(stats.mean_ci, [of_row.get(name, 0.0) for of_row in scores], ids)
-            for name in dict.fromkeys(name for of_row in scores for name in of_row)
+            name: interval(stats.mean_ci, [row_scores.get(name, 0.0) for row_scores in scores], ids)
+            for name in dict.fromkeys(name for row_scores in scores for name in row_scores)
         },
         "samples": samples,
         "pass_at": {str(k): interval(stats.mean_pass_at_k, correct, ids, k) for k in ks},
@@ -361,13 +360,13 @@ def difference(
             )
         )
 
-    rates, others = (stats.question_means(*_correct(rows)) for rows in (here, there))
+    rates, before = (stats.question_means(*_correct(rows)) for rows in (here, there))
     return {
         "baseline": name,
         **interval(here, there),
         "graded": interval(*graded) if common else None,
-        "gained": [question for question in rates if rates[question] > others[question]],
-        "lost": [question for question in rates if rates[question] < others[question]],
+        "gained": [question for question in rates if rates[question] > before[question]],
+        "lost": [question for question in rates if rates[question] < before[question]],
     }
 
 
