@@ -21,13 +21,14 @@ import functools
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from venus.cli import option, run
 from venus.curation.formats import read_rollouts
 from venus.files import write_json, write_jsonl
 from venus.grading.benchmarks import BENCHMARKS
 from venus.grading.grade import grade_trajectories
-from venus.grading.judge import RULES, open_judge, parse_judge
+from venus.grading.judge import PROMPT, RULES, open_judge, parse_judge
 from venus.grading.summary import (
     check_alike,
     check_same_questions,
@@ -40,9 +41,9 @@ from venus.grading.summary import (
 )
 from venus.grading.verdicts import PROMPTS
 from venus.report.page import Run, read_run, write_report
-from venus.rollout.agent import Agent
-from venus.rollout.collect import RolloutOptions, check_corpora, collect, jobs_of
+from venus.rollout.collect import collect, jobs_of
 from venus.rollout.doctor import diagnose
+from venus.rollout.options import RolloutOptions
 from venus.runlog import print_plan, save_run
 from venus.services.chat import ChatClient
 from venus.tokenizer import ChatTokenizer
@@ -50,15 +51,29 @@ from venus.tools.options import Keys
 from venus.trajectory import Question, Trajectory, read_questions
 
 # what the plan takes for an answer, a verdict, a token
-ANSWER_CHARS, VERDICT_TOKENS, CHARS_A_TOKEN = 400, 150, 4
+ANSWER_CHARS = 400
+VERDICT_TOKENS = 150
+CHARS_A_TOKEN = 4
+Lines = list[tuple[str, str | None]]  # label, text; None: no line
+
+
+class Grader(NamedTuple):
+    """What grades: as --judge names it, its name in records, and the prompt of a model (None: a
+    rule).
+    """
+
+    spec: str
+    name: str
+    prompt: str | None
 
 
 @dataclass(frozen=True)
 class EvalConfig(RolloutOptions):
     output: str = option(help="directory of all results")
-    # what is asked
     questions: str | None = option(
-        None, help="questions.jsonl: id, question, ground_truth, corpus, meta"
+        None,
+        group="what is asked",
+        help="questions.jsonl: id, question, ground_truth, corpus, meta",
     )
     benchmark: str | None = option(
         None, help="instead: a benchmark, whose published file is --data", choices=tuple(BENCHMARKS)
@@ -69,12 +84,15 @@ class EvalConfig(RolloutOptions):
     )
     canary: str | None = option(None, help="canary of a benchmark whose rows hold none")
     partial: bool = option(False, help="accept fewer questions than the benchmark has")
-    num_questions: int | None = option(None, help="the first so many questions; empty is all")
-    # what answers
-    model: str | None = option(
-        None, help="Hugging Face directory to roll out; empty: grade --trajectories"
+    num_questions: int | None = option(
+        None, help="the first so many questions; empty is all", least=1
     )
-    samples: int = option(1, help="rollouts per question")
+    model: str | None = option(
+        None,
+        group="what answers",
+        help="Hugging Face directory to roll out; empty: grade --trajectories",
+    )
+    samples: int = option(1, help="rollouts per question", least=1)
     trajectories: tuple[str, ...] = option(
         (),
         help="files, directories or glob patterns of trajectories to grade, ours, DR-Venus's or "
@@ -83,13 +101,19 @@ class EvalConfig(RolloutOptions):
     tokenizer: str | None = option(
         None, help="directory with the tokenizer.json of the --trajectories"
     )
-    # what grades
+    seed: int = option(0, help="seed of the sampling noise and of the bootstrap", least=0)
+    doctor: bool = option(
+        False,
+        help="try everything that --model and the rest name with one cheap call each, and exit "
+        "with 0 if all of it works, else 1",
+    )
     judge: str | None = option(
         None,
+        group="what grades and compares",
         help=f"{', '.join(RULES)} or openai:BASE_URL:MODEL (key: JUDGE_API_KEY or "
         "OPENAI_API_KEY); empty: the benchmark's, or em",
     )
-    judge_calls: int = option(16, help="judge calls under way at once")
+    judge_calls: int = option(16, help="judge calls under way at once", least=1)
     baseline: str | None = option(
         None,
         help="output directory of another evaluation on the same questions: adds the paired "
@@ -101,14 +125,7 @@ class EvalConfig(RolloutOptions):
     report: str | None = option(
         None, help="HTML file to write: figures, comparison, every trajectory"
     )
-    resamples: int = option(10_000, help="bootstrap resamples behind the intervals")
-    seed: int = option(0, help="seed of the sampling noise and of the bootstrap")
-    dry_run: bool = option(False, help="print the resolved config and the plan, and exit")
-    doctor: bool = option(
-        False,
-        help="try everything that --model and the rest name with one cheap call each, and exit "
-        "with 0 if all of it works, else 2",
-    )
+    resamples: int = option(10_000, help="bootstrap resamples behind the intervals", least=1)
 
     def validate(self):
         super().validate()
@@ -132,61 +149,44 @@ class EvalConfig(RolloutOptions):
             )
         if self.doctor and not self.model:
             raise ValueError("--doctor tries what rolls out: give --model")
-        if min(self.samples, self.resamples, self.judge_calls) < 1 or (
-            self.num_questions is not None and self.num_questions < 1
-        ):
-            raise ValueError("samples, resamples, judge_calls and num_questions must be positive")
         self.grader()
 
-    def grader(self) -> tuple[str, str, str | None]:
-        """Return what grades as --judge names it, its name in records, and the prompt of a model.
-        ValueError: no rule grades the benchmark.
-        """
-        metric = BENCHMARKS[self.benchmark].metric if self.benchmark else "em"
+    def grader(self) -> Grader:
+        """Return what grades. ValueError: no rule grades the benchmark."""
+        benchmark = BENCHMARKS.get(self.benchmark)
+        metric = benchmark.metric if benchmark else "em"
         if self.judge == "none" or (self.judge is None and metric not in RULES):
             raise ValueError(
                 f"{self.benchmark or 'an evaluation'} needs a judge: --judge "
                 f"openai:BASE_URL:MODEL, or a rule, --judge {', '.join(RULES)}"
             )
-        judge = self.judge or metric
-        endpoint = parse_judge(judge)
-        return (
-            (judge, judge, None)
-            if endpoint is None
-            else (
-                judge,
-                endpoint[1],
-                BENCHMARKS[self.benchmark].prompt if self.benchmark else "browsecomp",
-            )
-        )
+        spec = self.judge or metric
+        endpoint = parse_judge(spec)
+        if endpoint is None:
+            return Grader(spec, spec, None)
+        return Grader(spec, endpoint[1], benchmark.prompt if benchmark else PROMPT)
 
 
 def main(cfg: EvalConfig, keys: Keys) -> int | None:
     """Roll out or read, grade, summarise, compare, print."""
     cfg.set_threads()
     if cfg.doctor:
-        judge = parse_judge(cfg.grader()[0])
-        return (
-            0
-            if diagnose(
-                cfg.model,
-                cfg,
-                keys,
-                cfg.policy_client(keys),
-                judge and ChatClient(*judge, keys.judge),
-            )
-            else 2
-        )
+        endpoint = parse_judge(cfg.grader().spec)
+        judge = ChatClient(*endpoint, keys.judge) if endpoint else None
+        return 0 if diagnose(cfg.model, cfg, keys, cfg.policy_client(keys), judge) else 1
     if cfg.benchmark:  # copies of the benchmark are not to be found, wherever the tools look
-        cfg = replace(cfg, blocked=(*cfg.blocked, *BENCHMARKS[cfg.benchmark].leaks))
+        cfg = cfg.replace(blocked=(*cfg.blocked, *BENCHMARKS[cfg.benchmark].leaks))
     questions, output = questions_of(cfg), Path(cfg.output)
     if cfg.dry_run:
         print_plan(cfg, plan(cfg, questions))
         return None
-    baseline, decoding = read_verdicts(cfg.baseline) if cfg.baseline else [], None
+    baseline = read_verdicts(cfg.baseline) if cfg.baseline else []
+    decoding = None
     if cfg.model:
-        own, agent = manifest_of(cfg, questions), agent_of(cfg, keys, questions)
-        tokenizer, decoding = agent.tokenizer, None if cfg.policy else agent.sampler.choices
+        own = manifest_of(cfg, questions)
+        agent = cfg.load_agent(cfg.model, keys, questions, run=output.name, seed=cfg.seed)
+        tokenizer = agent.tokenizer
+        decoding = None if cfg.policy else agent.sampler.choices
         check_baseline(cfg, agent.manifest | own, {question.id for question in questions}, baseline)
         trajectories = collect(
             agent,
@@ -197,25 +197,18 @@ def main(cfg: EvalConfig, keys: Keys) -> int | None:
     else:
         tokenizer = ChatTokenizer(cfg.tokenizer)
         trajectories = trajectories_of(cfg, tokenizer, questions)
-        questions = questions or list(
-            {
-                t.question_id: Question(t.question_id, t.question, t.ground_truth)
-                for t in trajectories
-            }.values()
-        )
+        if not questions:
+            answered = {t.question_id: t for t in trajectories}.values()
+            questions = [Question(t.question_id, t.question, t.ground_truth) for t in answered]
         own = manifest_of(cfg, questions)
-        check_baseline(
-            cfg,
-            trajectories[0].manifest | own,
-            {t.question_id for t in trajectories if t.ground_truth},
-            baseline,
-        )
+        asked = {t.question_id for t in trajectories if t.ground_truth}
+        check_baseline(cfg, trajectories[0].manifest | own, asked, baseline)
         save_run(cfg, output)
     verdicts = grade(cfg, keys, tokenizer, questions, trajectories, own)
-    summary = {
-        "name": cfg.benchmark or (Path(cfg.questions).stem if cfg.questions else output.name)
-    }
-    summary |= summarise(questions, trajectories, verdicts, seed=cfg.seed, resamples=cfg.resamples)
+    name = cfg.benchmark or (Path(cfg.questions).stem if cfg.questions else output.name)
+    summary = {"name": name} | summarise(
+        questions, trajectories, verdicts, seed=cfg.seed, resamples=cfg.resamples
+    )
     if baseline:
         summary["difference"] = difference(
             verdicts, baseline, cfg.baseline, seed=cfg.seed, resamples=cfg.resamples
@@ -232,10 +225,14 @@ def main(cfg: EvalConfig, keys: Keys) -> int | None:
 def questions_of(cfg: EvalConfig) -> list[Question] | None:
     """The questions asked; None: those of the trajectories."""
     if cfg.benchmark:
-        return BENCHMARKS[cfg.benchmark].load(
+        questions = BENCHMARKS[cfg.benchmark].load(
             cfg.data, corpus=cfg.corpus, canary=cfg.canary, partial=cfg.partial
-        )[: cfg.num_questions]
-    return read_questions(cfg.questions)[: cfg.num_questions] if cfg.questions else None
+        )
+    elif cfg.questions:
+        questions = read_questions(cfg.questions)
+    else:
+        return None
+    return questions[: cfg.num_questions]
 
 
 def plan(cfg: EvalConfig, questions: list[Question] | None) -> list[tuple[str, str]]:
@@ -247,15 +244,13 @@ def plan(cfg: EvalConfig, questions: list[Question] | None) -> list[tuple[str, s
             ("trajectories", ", ".join(cfg.trajectories)),
             ("questions", f"{len(questions):,}" if questions else "those of the trajectories"),
         ]
-    rollouts, (_, _, prompt) = len(questions) * cfg.samples, cfg.grader()
+    rollouts = len(questions) * cfg.samples
     rows = [("questions", f"{len(questions):,}"), *cfg.plan(cfg.model, rollouts)]
+    prompt = cfg.grader().prompt
     if prompt is None:
         return rows
-    chars = (
-        len(PROMPTS[prompt].text)
-        + ANSWER_CHARS
-        + sum(len("".join([q.question, *q.ground_truth])) for q in questions) / len(questions)
-    )
+    asked = sum(len("".join([q.question, *q.ground_truth])) for q in questions) / len(questions)
+    chars = len(PROMPTS[prompt].text) + ANSWER_CHARS + asked
     tokens = int(rollouts * (chars / CHARS_A_TOKEN + VERDICT_TOKENS))
     return [
         *rows,
@@ -266,28 +261,13 @@ def plan(cfg: EvalConfig, questions: list[Question] | None) -> list[tuple[str, s
 
 def manifest_of(cfg: EvalConfig, questions: list[Question]) -> dict:
     """What decides the verdicts, beside what decided the trajectories."""
-    _, judge, prompt = cfg.grader()
-    return (
-        {"benchmark": cfg.benchmark}
-        | questions_manifest(questions)
-        | {"judge": judge, "prompt_hash": PROMPTS[prompt].hash if prompt else None}
-    )
-
-
-def agent_of(cfg: EvalConfig, keys: Keys, questions: list[Question]) -> Agent:
-    """The agent over the model and the tools of the run. ValueError for a corpus that
-    is missing or broken.
-    """
-    (model, name), tokenizer = cfg.load_policy(cfg.model, keys), ChatTokenizer(cfg.model)
-    corpora = check_corpora(questions) if cfg.tools == "offline" else None
-    return cfg.agent(
-        model,
-        tokenizer,
-        run=Path(cfg.output).name,
-        seed=cfg.seed,
-        manifest={"model": name},
-        tools=cfg.make_tools(keys, corpora),
-    )
+    grader = cfg.grader()
+    return {
+        "benchmark": cfg.benchmark,
+        **questions_manifest(questions),
+        "judge": grader.name,
+        "prompt_hash": PROMPTS[grader.prompt].hash if grader.prompt else None,
+    }
 
 
 def trajectories_of(
@@ -305,11 +285,10 @@ def trajectories_of(
     found: dict[tuple, Trajectory] = {}
     for trajectory in read_rollouts(cfg.trajectories, tokenizer):
         theirs = "source" in trajectory.manifest
-        asked = (
-            by_text.get(trajectory.question.strip())
-            if theirs
-            else by_id.get(trajectory.question_id)
-        )
+        if theirs:
+            asked = by_text.get(trajectory.question.strip())
+        else:
+            asked = by_id.get(trajectory.question_id)
         if questions and asked is None:
             continue
         if asked and trajectory.question.strip() != asked.question.strip():
@@ -331,12 +310,8 @@ def trajectories_of(
         )
     if not cfg.allow_unlike:
         check_alike([(f"{t.id} of run {t.run!r}", t.manifest) for t in found.values()], free=())
-    place = {
-        name: number
-        for number, name in enumerate(
-            dict.fromkeys([*by_id, *(t.question_id for t in found.values())])
-        )
-    }
+    names = dict.fromkeys([*by_id, *(t.question_id for t in found.values())])
+    place = {name: number for number, name in enumerate(names)}
     return sorted(found.values(), key=lambda t: (place[t.question_id], t.run, t.sample))
 
 
@@ -361,21 +336,18 @@ def grade(
     manifest: dict,
 ) -> list[dict]:
     """The verdict row of every trajectory, by rule or by model."""
-    judge, _, prompt = cfg.grader()
-    benchmark = BENCHMARKS[cfg.benchmark] if cfg.benchmark else None
-    canaries = {
-        question.id: question.meta["canary"] for question in questions if "canary" in question.meta
-    }
-    how = {
-        "addresses": benchmark.leaks if benchmark else (),
-        "canaries": canaries,
-        "manifest": manifest,
-    }
-    with open_judge(
-        judge, keys.judge, Path(cfg.output) / "judge.jsonl", cfg.judge_calls, prompt=prompt
-    ) as asked:
+    grader = cfg.grader()
+    benchmark = BENCHMARKS.get(cfg.benchmark)
+    cache = Path(cfg.output) / "judge.jsonl"
+    with open_judge(grader.spec, keys.judge, cache, cfg.judge_calls, prompt=grader.prompt) as judge:
         return grade_trajectories(
-            trajectories, asked, tokenizer, items=prompt == "deepsearchqa", **how
+            trajectories,
+            judge,
+            tokenizer,
+            items=grader.prompt == "deepsearchqa",
+            addresses=benchmark.leaks if benchmark else (),
+            canaries={q.id: q.meta["canary"] for q in questions if "canary" in q.meta},
+            manifest=manifest,
         )
 
 
@@ -391,103 +363,93 @@ def report(cfg: EvalConfig, here: Run) -> None:
 
 
 def print_summary(summary: dict) -> None:
-    """The figures as a short table; what there is none of has no line."""
+    """Print the figures as a short table; what there is none of has no line."""
+    counts = f"{summary['questions']:,} questions, {summary['trajectories']:,} trajectories"
+    print(f"{summary['name']}: {counts}")
+    for lines in (success_lines, comparison_lines, conduct_lines, trouble_lines):
+        for label, text in lines(summary):
+            if text:
+                print(f"  {label:<26} {text}")
 
-    def percent(interval: dict | None) -> str | None:
-        return interval and (
-            f"{100 * interval['mean']:5.1f} %  [{100 * interval['low']:.1f}, "
-            f"{100 * interval['high']:.1f}]"
-        )
 
-    benchmark, several = BENCHMARKS.get(summary["name"]), (summary["samples"] or 0) > 1
-    rows = [(f"success ({summary['judge']})", percent(summary["success"]))]
-    rows += [("  of those graded", percent(summary["success_graded"]))] * bool(
-        summary["judge_errors"] or summary["excluded"]
-    )
-    rows += [
-        (name, percent(interval))
-        for name, interval in (summary["scores"] or {}).items()
-        if name != "em"
-    ]
-    rows += [
-        (f"pass@{k}", percent(interval))
-        for k, interval in (summary["pass_at"] or {}).items()
-        if several
-    ]
-    rows += [
-        (f"majority of {summary['samples']}", percent(summary["majority"]) if several else None)
-    ]
-    if "difference" in summary:
-        found = summary["difference"]
-        points = (
-            f"{100 * found['mean']:+5.1f} points  [{100 * found['low']:+.1f}, "
-            f"{100 * found['high']:+.1f}]"
-        )
-        rows.append(
-            (
-                "difference to baseline",
-                f"{points}; {len(found['gained'])} questions rose, {len(found['lost'])} fell",
-            )
-        )
+def success_lines(summary: dict) -> Lines:
+    """Success, scores and, of several samples, pass@k and majority."""
+    lines = [(f"success ({summary['judge']})", interval_text(summary["success"]))]
+    if summary["judge_errors"] or summary["excluded"]:
+        lines.append(("  of those graded", interval_text(summary["success_graded"])))
+    scores = summary["scores"] or {}
+    lines += [(name, interval_text(scores[name])) for name in scores if name != "em"]
+    samples = summary["samples"] or 0
+    if samples > 1:
+        lines += [(f"pass@{k}", interval_text(x)) for k, x in summary["pass_at"].items()]
+        lines.append((f"majority of {samples}", interval_text(summary["majority"])))
+    return lines
+
+
+def comparison_lines(summary: dict) -> Lines:
+    """The difference to the baseline, and what the paper reports."""
+    lines = []
+    if found := summary.get("difference"):
+        points = f"{100 * found['mean']:+5.1f} points"
+        span = f"[{100 * found['low']:+.1f}, {100 * found['high']:+.1f}]"
+        moved = f"{len(found['gained'])} questions rose, {len(found['lost'])} fell"
+        lines.append(("difference to baseline", f"{points}  {span}; {moved}"))
+    benchmark = BENCHMARKS.get(summary["name"])
     if benchmark and benchmark.paper:
-        rows.append(
-            (
-                "the paper's 4B, SFT / RL",
-                " / ".join(f"{value:.1f}" for value in benchmark.paper)
-                + f" %, of all {benchmark.count:,} questions",
-            )
-        )
-    rows += [
-        (
-            "turns",
-            (
-                f"{summary['turns']['mean']:5.2f}    (mean over questions; "
-                f"{summary['num_turns']:,} in all)"
-            ),
-        )
-    ]
+        accuracy = " / ".join(f"{value:.1f}" for value in benchmark.paper)
+        text = f"{accuracy} %, of all {benchmark.count:,} questions"
+        lines.append(("the paper's 4B, SFT / RL", text))
+    return lines
+
+
+def conduct_lines(summary: dict) -> Lines:
+    """Turns and tool use, and how the rollouts ended."""
+    in_all = f"(mean over questions; {summary['num_turns']:,} in all)"
+    lines = [("turns", f"{summary['turns']['mean']:5.2f}    {in_all}")]
     for name, use in summary["tool_use"].items():
-        ratios = (
-            use["browse"] is not None
-            and f"{100 * use['browse']:5.1f} %  (mean of ratios {100 * use['browse_macro']:.1f} %)"
-        )
-        rows.append((f"browse ratio, {name}", ratios))
-    rows += [
-        (name, summary[key] is not None and f"{100 * summary[key]:5.1f} %")
-        for name, key in (
-            ("reliable sources", "reliable_share"),
-            ("format-valid turns", "format_valid_share"),
-        )
-    ]
+        if use["browse"] is not None:
+            ratios = f"(mean of ratios {100 * use['browse_macro']:.1f} %)"
+            lines.append((f"browse ratio, {name}", f"{share_text(use['browse'])}  {ratios}"))
     calls = {
         f"{kind} {status}": count
         for kind, statuses in summary["tool_status"].items()
         for status, count in statuses.items()
     }
-    rows += [
+    return [
+        *lines,
+        ("reliable sources", share_text(summary["reliable_share"])),
+        ("format-valid turns", share_text(summary["format_valid_share"])),
         ("calls", counts_of(calls)),
         ("stop reasons", counts_of(summary["stop_reasons"])),
         ("why wrong", counts_of(summary["failures"])),
     ]
-    missing = {
-        key: summary[key] for key in ("judge_errors", "cut_off", "tool_error", "no_ground_truth")
-    }
-    again = "; the same command tries again" * bool(
-        summary["judge_errors"] or summary["tool_error"]
-    )
-    rows.append(("without a verdict", any(missing.values()) and counts_of(missing) + again))
-    if (summary["leaks"] or {}).get("suspected"):
-        rows += [
-            ("leak suspected", f"{summary['leaks']['suspected']:5d}"),
-            ("success without those", percent(summary["leaks"]["success"])),
-        ]
-    print(
-        f"{summary['name']}: {summary['questions']:,} questions, {summary['trajectories']:,} "
-        "trajectories"
-    )
-    for name, value in rows:
-        if value:
-            print(f"  {name:<26} {value}")
+
+
+def trouble_lines(summary: dict) -> Lines:
+    """What has no verdict, and what looks leaked."""
+    reasons = ("judge_errors", "cut_off", "tool_error", "no_ground_truth")
+    missing = counts_of({reason: summary[reason] for reason in reasons})
+    if summary["judge_errors"] or summary["tool_error"]:
+        missing += "; the same command tries again"
+    lines = [("without a verdict", missing)]
+    leaks = summary["leaks"]
+    if leaks and leaks["suspected"]:
+        lines.append(("leak suspected", f"{leaks['suspected']:5d}"))
+        lines.append(("success without those", interval_text(leaks["success"])))
+    return lines
+
+
+def share_text(share: float | None) -> str | None:
+    """.625 -> " 62.5 %"."""
+    return None if share is None else f"{100 * share:5.1f} %"
+
+
+def interval_text(interval: dict | None) -> str | None:
+    """The mean of an Interval and its bounds: " 62.5 %  [50.0, 75.0]"."""
+    if interval is None:
+        return None
+    bounds = f"[{100 * interval['low']:.1f}, {100 * interval['high']:.1f}]"
+    return f"{share_text(interval['mean'])}  {bounds}"
 
 
 def counts_of(counts: dict) -> str:

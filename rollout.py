@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from venus.cli import option, run
-from venus.rollout.collect import RolloutOptions, check_corpora, collect, jobs_of
+from venus.rollout.collect import collect, jobs_of
 from venus.rollout.doctor import diagnose
+from venus.rollout.options import RolloutOptions
 from venus.runlog import print_plan, save_run
-from venus.tokenizer import ChatTokenizer
 from venus.tools.options import Keys
 from venus.trajectory import read_questions
 
@@ -23,56 +23,45 @@ from venus.trajectory import read_questions
 @dataclass(frozen=True)
 class RolloutConfig(RolloutOptions):
     model: str = option(help="Hugging Face directory: config.json, safetensors, tokenizer.json")
-    questions: str | None = option(None, help="questions.jsonl: id, question, ground_truth, corpus")
-    output: str | None = option(
-        None, help="trajectories.jsonl, appended to; finished trajectories are not made again"
+    questions: str | None = option(
+        None, help="questions.jsonl: id, question, ground_truth, corpus", unless="doctor"
     )
-    samples: int = option(1, help="rollouts per question")
-    num_questions: int | None = option(None, help="the first so many questions; empty is all")
-    seed: int = option(0, help="seed of the sampling noise")
-    dry_run: bool = option(False, help="print the resolved config and the plan, and exit")
+    output: str | None = option(
+        None,
+        help="trajectories.jsonl, appended to; finished trajectories are not made again",
+        unless="doctor",
+    )
+    num_questions: int | None = option(
+        None, group="what is made", help="the first so many questions; empty is all", least=1
+    )
+    samples: int = option(1, help="rollouts per question", least=1)
+    seed: int = option(0, help="seed of the sampling noise", least=0)
     doctor: bool = option(
         False,
         help="try everything that is configured with one cheap call each, and exit with 0 if all "
-        "of it works, else 2",
+        "of it works, else 1",
     )
-
-    def validate(self):
-        super().validate()
-        if self.samples < 1 or (self.num_questions is not None and self.num_questions < 1):
-            raise ValueError("samples and num_questions must be positive")
-        if not self.doctor and (self.questions is None or self.output is None):
-            raise ValueError("--questions and --output are required")
 
 
 def main(cfg: RolloutConfig, keys: Keys) -> int | None:
     """Read the questions, make what is missing, say what there is."""
     cfg.set_threads()
     if cfg.doctor:
-        return 0 if diagnose(cfg.model, cfg, keys, cfg.policy_client(keys)) else 2
+        return 0 if diagnose(cfg.model, cfg, keys, cfg.policy_client(keys)) else 1
     questions = read_questions(cfg.questions)[: cfg.num_questions]
     jobs = jobs_of(questions, cfg.samples)
     if cfg.dry_run:
         print_plan(cfg, [("questions", f"{len(questions):,}"), *cfg.plan(cfg.model, len(jobs))])
         return None
-    (model, name), tokenizer = cfg.load_policy(cfg.model, keys), ChatTokenizer(cfg.model)
-    corpora = check_corpora(questions) if cfg.tools == "offline" else None
-    agent = cfg.agent(
-        model,
-        tokenizer,
-        run=Path(cfg.output).stem,
-        seed=cfg.seed,
-        manifest={"model": name},
-        tools=cfg.make_tools(keys, corpora),
-    )
-    run_directory = Path(cfg.output).with_suffix(".run")
-    device = cfg.policy or str(model.lm_head.weight.device)
+    output = Path(cfg.output)
+    agent = cfg.load_agent(cfg.model, keys, questions, run=output.stem, seed=cfg.seed)
+    device = cfg.policy or str(agent.sampler.device)
     decoding = None if cfg.policy else agent.sampler.choices
     trajectories = collect(
         agent,
         jobs,
-        cfg.output,
-        begin=lambda: save_run(cfg, run_directory, device=device, decoding=decoding),
+        output,
+        begin=lambda: save_run(cfg, output.with_suffix(".run"), device=device, decoding=decoding),
     )
     turns = sum(len(trajectory.turns) for trajectory in trajectories)
     print(

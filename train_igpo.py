@@ -31,13 +31,13 @@ from venus.rl.info_gain import GainRule, score_turns
 from venus.rl.rewards import outcome_of
 from venus.rollout.agent import Agent
 from venus.rollout.collect import (
-    RolloutOptions,
     check_corpora,
     collect,
     jobs_of,
     rollout_metrics,
     share_of_jobs,
 )
+from venus.rollout.options import RolloutOptions
 from venus.runlog import print_plan
 from venus.tokenizer import ChatTokenizer
 from venus.tools.base import Tool

@@ -4,6 +4,7 @@ else run in this one (a child costs seconds).
 
 import dataclasses
 import json
+import re
 import runpy
 import shutil
 import subprocess
@@ -174,7 +175,8 @@ def test_a_dry_run_prints_config_and_plan_and_writes_nothing(world, run, tmp_pat
     code, stdout, stderr = run(
         script, *arguments(world, tmp_path / "new" / "t", samples=4), "--dry-run"
     )
-    lines = dict(line.split(maxsplit=1) for line in stdout.splitlines() if len(line.split()) == 2)
+    # name, value and, of the config, its source
+    lines = dict(line.split()[:2] for line in stdout.splitlines() if len(line.split()) > 1)
     assert (code, stderr) == (0, "")
     assert (lines["samples"], lines["max_turns"], lines["rollouts"], lines["questions"]) == (
         "4",
@@ -184,6 +186,70 @@ def test_a_dry_run_prints_config_and_plan_and_writes_nothing(world, run, tmp_pat
     )
     assert "KV cache, all rows full" in stdout
     assert not (tmp_path / "new").exists()
+
+
+@pytest.fixture
+def own_limits(world, tmp_path):
+    """Make a model directory with an agent.json."""
+
+    def make(values):
+        directory = tmp_path / "own"
+        shutil.copytree(world / "model", directory)
+        (directory / "agent.json").write_text(json.dumps(values), encoding="utf-8")
+        return directory
+
+    return make
+
+
+def test_a_model_brings_its_own_limits_and_protocol(world, run, tmp_path, own_limits):
+    """What agent.json says takes the place of the default, and a flag that of agent.json; the
+    config says which it was.
+    """
+    model = own_limits({"max_turns": 7, "system_prompt": "short"})
+    questions = world / "questions" / "test.jsonl"
+    argv = ["--model", model, "--questions", questions, "--output", tmp_path / "t", "--dry-run"]
+    _, stdout, stderr = run("rollout.py", *argv)
+    lines = dict(line.split(maxsplit=1) for line in stdout.splitlines() if "  " in line.strip())
+    assert (lines["max_turns"], lines["system_prompt"], stderr) == (
+        "7  (agent.json)",
+        "short  (agent.json)",
+        "",
+    )
+    assert lines["max_context"] == "262144  (default)"
+    _, stdout, _ = run("rollout.py", *argv, "--max-turns", "3")
+    assert re.search(r"max_turns +3  \(flag\)\n", stdout)
+    assert re.search(r"system_prompt +short  \(agent.json\)\n", stdout)
+
+
+@pytest.mark.parametrize(
+    ("values", "part"),
+    [
+        ({"lr": 1}, "agent.json: 'lr' is no run-time limit; use max_turns"),
+        ({"temperature": 0.6}, "agent.json: 'temperature' is no run-time limit"),
+        ({"max_turns": 0}, "agent.json: max_turns 0: must be at least 1"),
+    ],
+)
+def test_an_agent_file_that_sets_something_else_is_refused(
+    world, run, tmp_path, own_limits, values, part
+):
+    argv = arguments(world, tmp_path / "new" / "t", model=own_limits(values))
+    assert_one_line(run("rollout.py", *argv), part)
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_plan_of_a_benchmark_still_says_where_the_values_come_from(
+    world, run, tmp_path, own_limits
+):
+    """eval.py adds the addresses of the benchmark's copies to --blocked; the config it then had
+    knew no sources.
+    """
+    model = own_limits({"max_turns": 7})
+    hop = multi_hop(tmp_path / "hop.json", 2)
+    argv = ["--model", model, "--benchmark", "multi-hop", "--data", hop, "--max-context", "8000"]
+    code, stdout, _ = run("eval.py", *argv, "--output", tmp_path / "e", "--dry-run")
+    assert code == 0 and "hotpotqa" in stdout
+    assert re.search(r"max_turns +7  \(agent.json\)\n", stdout)
+    assert re.search(r"max_context +8000  \(flag\)\n", stdout)
 
 
 @pytest.mark.parametrize(
@@ -846,7 +912,7 @@ def test_the_doctor_of_an_evaluation_tries_its_judge(world, run, tmp_path, monke
             "eval.py", *arguments(world, tmp_path / "e", judge=f"openai:{stub.url}:m"), "--doctor"
         )
     assert (
-        code == 2
+        code == 1
         and "works  model" in stdout
         and "FAILS  judge      refused" in stdout
         and "check JUDGE_API_KEY" in stdout
@@ -911,12 +977,12 @@ def test_an_unknown_flag_ends_a_child_process_with_one_line(world, tmp_path, scr
 
 BAD_FLAGS = [
     ({"temperature": "-1"}, "temperature -1.0"),
-    ({"top_p": "0"}, "top_p 0.0"),
+    ({"top_p": "0"}, "--top-p 0.0: must be above 0"),
     ({"slots": "0"}, "slots 0"),
     ({"samples": "0"}, "samples"),
-    ({"max_turns": "0"}, "max_turns 0"),
-    ({"num_questions": "-1"}, "num_questions"),
-    ({"num_questions": "0"}, "num_questions"),
+    ({"max_turns": "0"}, "--max-turns 0: must be at least 1"),
+    ({"num_questions": "-1"}, "--num-questions -1: must be at least 1"),
+    ({"num_questions": "0"}, "--num-questions 0: must be at least 1"),
     ({"threads": "0"}, "threads 0"),
     ({"max_turn_tokens": "many"}, "'many'"),
     ({"tool_seconds": "nan"}, "'nan' is not finite"),

@@ -25,14 +25,13 @@ from venus.files import append_jsonl, write_jsonl
 from venus.model.qwen3 import Qwen3Config
 from venus.rollout.agent import Job
 from venus.rollout.collect import (
-    RolloutOptions,
     check_corpora,
     collect,
     jobs_of,
     rollout_metrics,
     share_of_jobs,
 )
-from venus.rollout.options import DecodingOptions
+from venus.rollout.options import DecodingOptions, RolloutOptions
 from venus.tools.options import ToolOptions
 from venus.trajectory import Outcome, Trajectory, Turn, read_trajectories
 

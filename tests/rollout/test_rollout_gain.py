@@ -221,7 +221,7 @@ def some_agent(tmp_path, hanging, num_hanging, num_jobs=10, **options):
         for n in range(num_jobs)
     }
     agent = scripted_agent(tiny_tokenizer(tmp_path), scripts, tools=hanging, **options)
-    agent.cut_off_share = 0.2
+    agent.limits = agent.limits.replace(cut_off_share=0.2)
     return agent, [Job(question(), n) for n in range(num_jobs)]
 
 
@@ -242,7 +242,7 @@ def test_the_last_share_of_the_rollouts_is_given_up(tmp_path, hanging):
 
 def test_rollouts_that_have_not_begun_are_given_up_without_a_turn(tmp_path, hanging):
     agent, jobs = some_agent(tmp_path, hanging, 0, num_jobs=4, num_slots=1)
-    agent.cut_off_share = 0.5
+    agent.limits = agent.limits.replace(cut_off_share=0.5)
     trajectories = list(agent.run(jobs))
     assert [(t.sample, t.stop_reason, len(t.turns)) for t in trajectories] == [
         (0, "answered", 2),

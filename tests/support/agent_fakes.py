@@ -209,7 +209,8 @@ def tiny_model(vocab_size, seed=0):
 def model_agent(tokenizer, model, tools, *, num_slots=8, run="r", seed=SEED, temperature=1.0):
     """An agent over a real sampler with small limits."""
     limits = Limits(max_turns=3, max_turn_tokens=24, max_observation_tokens=64, max_context=1200)
-    params = SamplingParams((tokenizer.im_end_id, tokenizer.endoftext_id), temperature)
+    stop_ids = (tokenizer.im_end_id, tokenizer.endoftext_id)
+    params = SamplingParams(stop_ids, temperature=temperature)
     sampler = Sampler(model, params, num_slots=num_slots, capacity=limits.max_context)
     return Agent(
         sampler,

@@ -24,6 +24,7 @@ from stub_server import (
     trickle_headers,
 )
 
+from venus.cli import exit_code
 from venus.protocol import SearchHit, format_search, format_visit
 from venus.services import http
 from venus.services.chat import ChatClient
@@ -952,3 +953,18 @@ def test_the_manifest_holds_what_decides_the_answers_and_the_plan_what_they_cost
         "summary tokens, at most": "4,159,600",
     }
     assert dict(live.web_plan(10, 5))["searches, about"] == "40 to 40"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (RefusedError("serper refuses: HTTP 403"), 1),
+        (ToolServiceError("the budget is used up"), 1),
+        (AddressError("'http://' is no web address"), 2),
+    ],
+)
+def test_a_failing_service_and_a_bad_flag_have_different_exit_codes(error, code):
+    """A refused key ended with 2, bad input, though the command was right; an address comes from
+    a flag.
+    """
+    assert exit_code(error) == code

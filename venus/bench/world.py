@@ -19,7 +19,8 @@ import torch
 from venus.cli import option
 from venus.model.qwen3 import Qwen3Config
 from venus.model.weights import load_for_inference
-from venus.rollout.collect import RolloutOptions, jobs_of
+from venus.rollout.collect import jobs_of
+from venus.rollout.options import RolloutOptions
 from venus.tokenizer import ChatTokenizer
 from venus.trajectory import read_questions
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from venus.cli import option
+from venus.cli import Options, option
 from venus.files import row_files, rows_of, write_jsonl
 from venus.trajectory import Question
 
@@ -93,9 +93,9 @@ class Benchmark:
         corpus = str(Path(corpus).resolve()) if corpus else None
         questions: dict[str, Question] = {}
         rows = (
-            (where, row)
+            pair
             for file in benchmark_files(path)
-            for where, row in (csv_rows(file) if file.suffix == ".csv" else rows_of(file))
+            for pair in (csv_rows(file) if file.suffix == ".csv" else rows_of(file))
         )
         for where, row in rows:
             if not isinstance(row, dict):
@@ -107,24 +107,21 @@ class Benchmark:
                 raise ValueError(
                     f"{where}: id {question.id!r} occurs twice; ids and questions must be unique"
                 )
-        if self.count and (
-            len(questions) > self.count or (len(questions) < self.count and not partial)
-        ):
-            hint = (
-                (
+        self._check_count(path, len(questions), partial)
+        return list(questions.values())
+
+    def _check_count(self, path: str, count: int, partial: bool) -> None:
+        if self.count and (count > self.count or count < self.count and not partial):
+            hint = ""
+            if self.name == "gaia-text":
+                hint = (
                     "; its 103 text-only questions are a list of their own, a choice among those "
                     "without attachment"
                 )
-                if self.name == "gaia-text"
-                else ""
-            )
-            raise ValueError(
-                f"{path}: {len(questions)} questions, {self.name} has {self.count}{hint}; "
-                "for a subset, --partial"
-            )
-        if not questions:
+            found = f"{path}: {count} questions, {self.name} has {self.count}{hint}"
+            raise ValueError(f"{found}; for a subset, --partial")
+        if not count:
             raise ValueError(f"{path}: no questions")
-        return list(questions.values())
 
     def _question(self, where: str, row: dict, corpus: str | None, canary: str | None) -> Question:
         asked, answer = (
@@ -271,13 +268,16 @@ def benchmark_files(path: str) -> list[Path]:
     """List the files at `path`: a .csv, or what `row_files` finds. ValueError: no such
     file, or a spreadsheet.
     """
-    if Path(path).suffix in (".xlsx", ".xls"):
+    file = Path(path)
+    if file.suffix in (".xlsx", ".xls"):
         raise ValueError(
             f"{path}: spreadsheets are not read; save its sheet as CSV (UTF-8) and give that file"
         )
-    if Path(path).suffix == ".csv" and not Path(path).is_file():
+    if file.suffix != ".csv":
+        return row_files(path)
+    if not file.is_file():
         raise ValueError(f"{path}: no such file")
-    return [Path(path)] if Path(path).suffix == ".csv" else row_files(path)
+    return [file]
 
 
 def csv_rows(file: Path) -> Iterator[tuple[str, dict]]:
@@ -345,7 +345,7 @@ def corpus_rows(paths: Iterable[str]) -> Iterator[dict]:
 
 
 @dataclass(frozen=True)
-class CorpusConfig:
+class CorpusConfig(Options):
     data: tuple[str, ...] = option(
         help="documents: .json, .jsonl and .parquet files and directories of them"
     )

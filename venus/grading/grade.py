@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 
 from venus.grading.judge import Case, Judge
+from venus.grading.verdicts import Verdict
 from venus.protocol import IM_END
 from venus.rl.rewards import answer_seen, exact_match, f1_score
 from venus.tokenizer import ChatTokenizer
@@ -28,8 +29,9 @@ FAILURES = (
 )
 TRUNCATED = ("turn_limit", "context_limit", "token_limit", "time_limit", "straggler")
 ADDRESS = re.compile(r"""https?://[^\s"'<>\\]+""")
-# a loop: so many calls made before, or the last 50 characters of a turn more than 5 times in it
-MIN_DUPLICATES, MAX_REPEATS, TAIL = 3, 5, 50
+# a loop: so many calls made before, or the last TAIL characters of a turn more than so often in it
+MIN_DUPLICATES, MAX_REPEATS = 3, 5
+TAIL = 50
 
 
 def finished(trajectory: Trajectory) -> bool:
@@ -114,10 +116,11 @@ def leaks_of(
     visited = [
         url for turn in trajectory.turns if turn.action == "visit" for url in turn.arguments["url"]
     ]
-    shown = "\n".join([*ADDRESS.findall(text), *visited]).lower()
-    return [part for part in addresses if part in shown] + [canary] * (
-        canary is not None and canary in text
-    )
+    met = "\n".join([*ADDRESS.findall(text), *visited]).lower()
+    leaks = [part for part in addresses if part in met]
+    if canary is not None and canary in text:
+        leaks.append(canary)
+    return leaks
 
 
 def grade_trajectories(
@@ -138,40 +141,35 @@ def grade_trajectories(
     to that of the trajectory.
     """
     judged = [t for t in trajectories if finished(t) and t.ground_truth]
-    verdicts = dict(
-        zip(
-            (t.key for t in judged),
-            judge([Case(t.question, t.ground_truth, t.prediction) for t in judged]),
-            strict=True,
-        )
-    )
+    found = judge([Case(t.question, t.ground_truth, t.prediction) for t in judged])
+    verdicts = dict(zip((t.key for t in judged), found, strict=True))
     rows = []
     for t in trajectories:
-        said, scores = verdicts.get(t.key), {}
-        if said is not None:
-            scores = {"em": exact_match(t.prediction, t.ground_truth)} | (
-                {} if items else {"f1": f1_score(t.prediction, t.ground_truth)}
-            )
-        verdict, text = said.verdict if said else "error", observations(t, tokenizer)
+        reason = t.stop_reason if t.ground_truth else "no ground truth"
+        verdict = verdicts.get(t.key) or Verdict("error", t.prediction, error=reason)
+        text = observations(t, tokenizer)
         rows.append(
             {
                 "run": t.run,
                 "question_id": t.question_id,
                 "sample": t.sample,
-                "verdict": verdict,
-                "extracted": said.extracted if said else t.prediction,
-                "raw": said.raw if said else None,
-                "error": said.error
-                if said
-                else t.stop_reason
-                if t.ground_truth
-                else "no ground truth",
-                "scores": scores | (said.scores or {} if said else {}),
+                "verdict": verdict.verdict,
+                "extracted": verdict.extracted,
+                "raw": verdict.raw,
+                "error": verdict.error,
+                "scores": _scores(t, verdict, items) if t.key in verdicts else {},
                 "judge": manifest["judge"],
                 "prompt_hash": manifest["prompt_hash"],
-                "failure": failure_of(t, verdict, text, tokenizer),
+                "failure": failure_of(t, verdict.verdict, text, tokenizer),
                 "leaks": leaks_of(t, text, addresses, canaries.get(t.question_id)),
                 "manifest": t.manifest | manifest,
             }
         )
     return rows
+
+
+def _scores(trajectory: Trajectory, verdict: Verdict, items: bool) -> dict:
+    scores = {"em": exact_match(trajectory.prediction, trajectory.ground_truth)}
+    if not items:
+        scores["f1"] = f1_score(trajectory.prediction, trajectory.ground_truth)
+    return scores | (verdict.scores or {})

@@ -32,6 +32,9 @@ class Case:
 
 Judge = Callable[[Sequence[Case]], list[Verdict]]
 
+PROMPT = "browsecomp"  # of a model, where no benchmark says
+SECONDS = 600.0  # for all tries of a reply
+
 
 # ---- rules
 
@@ -69,12 +72,10 @@ class ModelJudge:
         client: ChatClient,
         cache: Path,
         num_threads: int,
-        prompt: str = "browsecomp",
-        seconds: float = 600.0,
+        prompt: str = PROMPT,
+        seconds: float = SECONDS,
     ):
-        """Open the cache, a JSONL file that may not exist yet; a torn last line is cut off.
-        seconds: for all tries of a reply.
-        """
+        """Open the cache, a JSONL file that may not exist yet; a torn last line is cut off."""
         self.client = client
         self.pool = ThreadPoolExecutor(num_threads)
         self.prompt = PROMPTS[prompt]
@@ -96,14 +97,15 @@ class ModelJudge:
         client; what had come by then is cached.
         """
         keys = [self._key(case) for case in cases]
+        by_key = dict(zip(keys, cases, strict=True))
         verdicts = {
-            key: self._known.get(key) or self._plainly(case)
-            for key, case in zip(keys, cases, strict=True)
+            key: self._known.get(key) or self._plainly(case) for key, case in by_key.items()
         }
-        unknown = {
-            key: case for key, case in zip(keys, cases, strict=True) if verdicts[key] is None
+        asked = {
+            self.pool.submit(self._ask, case): key
+            for key, case in by_key.items()
+            if verdicts[key] is None
         }
-        asked = {self.pool.submit(self._ask, case): key for key, case in unknown.items()}
         refusal = None
         # written as they come, so that a killed run has paid for none in vain
         for future in as_completed(asked):
@@ -139,15 +141,12 @@ class ModelJudge:
         punctuation, but 1.5 is not 15.)
         """
         items = self.prompt.read is read_items
-        said = _folded(case.prediction or "")
-        if not said:
+        prediction = _folded(case.prediction or "")
+        if not prediction:
             return Verdict("incorrect", scores=item_scores(0, 1, 0) if items else None)
-        same = said in map(_folded, case.aliases)
-        return (
-            Verdict("correct", case.prediction, scores=item_scores(1, 0, 0) if items else None)
-            if same
-            else None
-        )
+        if prediction not in map(_folded, case.aliases):
+            return None
+        return Verdict("correct", case.prediction, scores=item_scores(1, 0, 0) if items else None)
 
     def _ask(self, case: Case) -> Verdict:
         prompt = self.prompt.text.format(
@@ -164,12 +163,10 @@ class ModelJudge:
                 if isinstance(error, ChatRequestError) and not error.too_long:
                     raise
                 return Verdict("error", error=str(error), **self._origin)
-            cut = reply.finish_reason == "length"
-            verdict = (
-                Verdict("error", raw=reply.text, error="the reply was cut off")
-                if cut
-                else self.prompt.read(reply.text)
-            )
+            if reply.finish_reason == "length":
+                verdict = Verdict("error", raw=reply.text, error="the reply was cut off")
+            else:
+                verdict = self.prompt.read(reply.text)
             if verdict.verdict != "error":
                 break
         return replace(verdict, **self._origin)
@@ -193,13 +190,22 @@ def parse_judge(spec: str) -> tuple[str, str] | None:
 
 
 @contextmanager
-def open_judge(spec: str, key: str | None, cache: Path, num_threads: int, **how) -> Iterator[Judge]:
+def open_judge(
+    spec: str,
+    key: str | None,
+    cache: Path,
+    num_threads: int,
+    *,
+    prompt: str = PROMPT,
+    seconds: float = SECONDS,
+) -> Iterator[Judge]:
     """Yield the judge that `spec` names (`none`: one that is never asked); a model's verdicts are
-    cached in `cache`. how: see ModelJudge.
+    cached in `cache`.
     """
     endpoint = parse_judge(spec)
     if endpoint is None:
         yield RULES.get(spec, match)
         return
-    with closing(ModelJudge(ChatClient(*endpoint, key), cache, num_threads, **how)) as judge:
+    client = ChatClient(*endpoint, key)
+    with closing(ModelJudge(client, cache, num_threads, prompt, seconds)) as judge:
         yield judge

@@ -209,24 +209,23 @@ def tool_use(
 
 
 def _tool_use(calls: Sequence[Sequence[tuple[str, int]]]) -> ToolUse:
-    counts = [
-        tuple(sum(action == kind for action, _ in turns) for kind in ("search", "visit"))
-        for turns in calls
+    ones = [
+        [(action, 1) for action, _ in turns if action in ("search", "visit")] for turns in calls
     ]
-    items = [
-        tuple(sum(n for action, n in turns if action == kind) for kind in ("search", "visit"))
-        for turns in calls
-    ]
-    return ToolUse(
-        len(calls), sum(not any(count) for count in counts), *_ratios(counts), *_ratios(items)
-    )
+    return ToolUse(len(calls), ones.count([]), *_ratios(ones), *_ratios(calls))
 
 
-def _ratios(counts: list[tuple[int, int]]) -> tuple[int, int, float | None, float | None]:
-    """Return searches and visits of all trajectories, the share of visits in their sum, and the
+def _ratios(
+    calls: Sequence[Sequence[tuple[str, int]]],
+) -> tuple[int, int, float | None, float | None]:
+    """Return what all trajectories searched and visited, the share of visits in their sum, and the
     mean of the trajectories' own shares.
     """
-    searches, visits = sum(search for search, _ in counts), sum(visit for _, visit in counts)
+    counts = [
+        [sum(n for action, n in turns if action == kind) for kind in ("search", "visit")]
+        for turns in calls
+    ]
+    searches, visits = (sum(count[k] for count in counts) for k in (0, 1))
     shares = [visit / (search + visit) for search, visit in counts if search + visit]
     return (
         searches,
@@ -286,7 +285,9 @@ def _bootstrap(
             f"{resamples} resamples at level {level}: need at least one, and a level between "
             "0 and 1"
         )
-    rng, numbers, means = np.random.default_rng(seed), np.array(per_question, dtype=np.float64), []
+    rng = np.random.default_rng(seed)
+    numbers = np.array(per_question, dtype=np.float64)
+    means = []
     rows = max(1, CHUNK // len(numbers))
     for start in range(0, resamples, rows):
         drawn = rng.integers(len(numbers), size=(min(rows, resamples - start), len(numbers)))

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,6 +19,11 @@ from venus.trajectory import Question, Trajectory, Turn
 
 # manifest fields in which compared evaluations may differ: they are what is compared
 FREE = ("model", "policy")
+# figures that need a ground truth
+VERDICT_FIGURES = (
+    *("success", "success_graded", "scores", "samples"),
+    *("pass_at", "any_of_first", "majority", "leaks"),
+)
 
 
 # ---- figures
@@ -84,7 +89,10 @@ def summarise(
             f"all {len(trajectories)} rollouts are excluded from statistics "
             f"({dict(reasons)}): nothing to evaluate"
         )
-    ids, how = [t.question_id for t in ended], {"seed": seed, "resamples": resamples}
+
+    def interval(statistic: Callable, *values: object) -> dict:
+        return asdict(statistic(*values, seed=seed, resamples=resamples))
+
     rows = list(zip(trajectories, verdicts, strict=True))
     statuses = Counter(t.outcome.status for t in trajectories)
     calls = [[(turn.action, num_items(turn)) for turn in t.turns if is_call(turn)] for t in ended]
@@ -104,8 +112,10 @@ def summarise(
         "cut_off": statuses["cut_off"],
         "tool_error": statuses["tool_error"],
         "excluded": len(trajectories) - len(ended),
-        **_verdict_figures([(t, row) for t, row in rows if t.ground_truth], how),
-        "turns": asdict(stats.mean_ci([len(t.turns) for t in ended], ids, **how)),
+        **_verdict_figures([(t, row) for t, row in rows if t.ground_truth], interval),
+        "turns": interval(
+            stats.mean_ci, [len(t.turns) for t in ended], [t.question_id for t in ended]
+        ),
         "num_turns": len(turns),
         "turn_histogram": {
             str(n): count for n, count in sorted(Counter(len(t.turns) for t in ended).items())
@@ -137,61 +147,49 @@ def summarise(
     }
 
 
-def _verdict_figures(rows: list[tuple[Trajectory, dict]], how: dict) -> dict:
-    """The figures of summarise that need a ground truth, each None without one."""
-    names = (
-        "success",
-        "success_graded",
-        "scores",
-        "samples",
-        "pass_at",
-        "any_of_first",
-        "majority",
-        "leaks",
-    )
+def _verdict_figures(rows: list[tuple[Trajectory, dict]], interval: Callable) -> dict:
+    """The VERDICT_FIGURES of summarise, each None without a row. interval: of a statistic and its
+    values.
+    """
     if not rows:
-        return dict.fromkeys(names)
+        return dict.fromkeys(VERDICT_FIGURES)
     ids = [t.question_id for t, _ in rows]
     correct = [row["verdict"] == "correct" for _, row in rows]
-    graded = [number for number, (_, row) in enumerate(rows) if row["verdict"] != "error"]
-    clean = [number for number, (_, row) in enumerate(rows) if not row["leaks"]]
-    samples = min(Counter(ids).values())
-    answers = [
-        (normalize_answer(t.prediction) or t.prediction.strip())
-        if t.prediction and finished(t)
-        else None
-        for t, _ in rows
-    ]
-    scores = dict.fromkeys(name for _, row in rows for name in row["scores"])
-
-    def mean(values: Sequence[float], numbers: Sequence[int]) -> dict | None:
-        return (
-            asdict(stats.mean_ci([values[n] for n in numbers], [ids[n] for n in numbers], **how))
-            if numbers
-            else None
-        )
-
-    every = range(len(rows))
-    scores = {
-        name: mean([row["scores"].get(name, 0.0) for _, row in rows], every) for name in scores
-    }
+    scores = [row["scores"] for _, row in rows]
+    graded = [n for n, (_, row) in enumerate(rows) if row["verdict"] != "error"]
+    clean = [n for n, (_, row) in enumerate(rows) if not row["leaks"]]
     leaked = Counter(string for _, row in rows for string in row["leaks"])
+    samples = min(Counter(ids).values())
     ks = stats.pass_ks(samples)
-    values = (
-        mean(correct, every),
-        mean(correct, graded),
-        scores,
-        samples,
-        {str(k): asdict(stats.mean_pass_at_k(correct, ids, k, **how)) for k in ks},
-        {str(k): asdict(stats.any_of_first_k(correct, ids, k, **how)) for k in ks},
-        asdict(stats.majority_vote(answers, correct, ids, **how)),
-        {
+
+    def success(among: Sequence[int]) -> dict | None:
+        values = [correct[n] for n in among]
+        return interval(stats.mean_ci, values, [ids[n] for n in among]) if among else None
+
+    return {
+        "success": success(range(len(rows))),
+        "success_graded": success(graded),
+        "scores": {
+            name: interval(stats.mean_ci, [row_scores.get(name, 0.0) for row_scores in scores], ids)
+            for name in dict.fromkeys(name for row_scores in scores for name in row_scores)
+        },
+        "samples": samples,
+        "pass_at": {str(k): interval(stats.mean_pass_at_k, correct, ids, k) for k in ks},
+        "any_of_first": {str(k): interval(stats.any_of_first_k, correct, ids, k) for k in ks},
+        "majority": interval(stats.majority_vote, [_vote(t) for t, _ in rows], correct, ids),
+        "leaks": {
             "suspected": len(rows) - len(clean),
             "strings": dict(leaked.most_common()),
-            "success": mean(correct, clean),
+            "success": success(clean),
         },
-    )
-    return dict(zip(names, values, strict=True))
+    }
+
+
+def _vote(trajectory: Trajectory) -> str | None:
+    """The answer in a normal form; None where there is none, or the rollout did not end."""
+    if not trajectory.prediction or not finished(trajectory):
+        return None
+    return normalize_answer(trajectory.prediction) or trajectory.prediction.strip()
 
 
 def num_items(turn: Turn) -> int:
@@ -344,44 +342,38 @@ def difference(
     fell. Rows without ground truth are left out. ValueError when the sides asked different
     questions.
     """
-    sides = [list(filter(has_truth, rows)) for rows in (verdicts, baseline)]
-    check_same_questions(*({row["question_id"] for row in rows} for rows in sides), name)
-    graded = [[row for row in rows if row["verdict"] != "error"] for rows in sides]
-    common = {row["question_id"] for row in graded[0]} & {row["question_id"] for row in graded[1]}
+    here, there = (list(filter(has_truth, rows)) for rows in (verdicts, baseline))
+    check_same_questions(_ids(here), _ids(there), name)
+    graded = [[row for row in rows if row["verdict"] != "error"] for rows in (here, there)]
+    common = _ids(graded[0]) & _ids(graded[1])
     graded = [[row for row in rows if row["question_id"] in common] for rows in graded]
 
-    def paired(here: list[dict], there: list[dict]) -> dict:
-        values, ids = zip(
-            *(
-                (
-                    [row["verdict"] == "correct" for row in rows],
-                    [row["question_id"] for row in rows],
-                )
-                for rows in (here, there)
-            ),
-            strict=True,
-        )
+    def interval(rows: list[dict], others: list[dict]) -> dict:
+        values, questions = _correct(others)
         return asdict(
             stats.paired_difference_ci(
-                values[0],
-                ids[0],
-                baseline_values=values[1],
-                baseline_questions=ids[1],
+                *_correct(rows),
+                baseline_values=values,
+                baseline_questions=questions,
                 seed=seed,
                 resamples=resamples,
             )
         )
 
-    here, there = (
-        stats.question_means(
-            [row["verdict"] == "correct" for row in rows], [row["question_id"] for row in rows]
-        )
-        for rows in sides
-    )
+    rates, before = (stats.question_means(*_correct(rows)) for rows in (here, there))
     return {
         "baseline": name,
-        **paired(*sides),
-        "graded": paired(*graded) if common else None,
-        "gained": [question for question in here if here[question] > there[question]],
-        "lost": [question for question in here if here[question] < there[question]],
+        **interval(here, there),
+        "graded": interval(*graded) if common else None,
+        "gained": [question for question in rates if rates[question] > before[question]],
+        "lost": [question for question in rates if rates[question] < before[question]],
     }
+
+
+def _ids(rows: Sequence[dict]) -> set[str]:
+    return {row["question_id"] for row in rows}
+
+
+def _correct(rows: Sequence[dict]) -> tuple[list[bool], list[str]]:
+    """Whether each row is correct, and its question."""
+    return [row["verdict"] == "correct" for row in rows], [row["question_id"] for row in rows]

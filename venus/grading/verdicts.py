@@ -51,7 +51,7 @@ EXTRACTED = re.compile(
 ONE_WORD = re.compile(r"(?:^|[,:;])\s*(correct|incorrect)[.!]?\s*$", FLAGS)
 
 
-def _said(text: str) -> tuple[str, dict]:
+def _plain_and_json(text: str) -> tuple[str, dict]:
     """Return a reply without its thoughts, full-width forms folded, and the JSON object in it ({}
     for none), which becomes lines `key: value`.
     """
@@ -69,7 +69,7 @@ def read_verdict(text: str) -> Verdict:
     """Read a reply in labelled lines, English or Chinese, or JSON: the LAST line that begins with
     `correct:`, markdown aside, counts; else `error`.
     """
-    plain = re.sub(r'[*_`"]', "", _said(text)[0])
+    plain = re.sub(r'[*_`"]', "", _plain_and_json(text)[0])
     verdicts, extracted = VERDICT.findall(plain), EXTRACTED.findall(plain)
     if not verdicts:
         return Verdict("error", raw=text, error="no line `correct: yes` or `correct: no`")
@@ -85,19 +85,17 @@ def read_word(text: str) -> Verdict:
     """Read the reply `Correct` or `Incorrect`: the last line that is, or behind a comma or colon
     ends with, one of the words; else `error`.
     """
-    words = ONE_WORD.findall(re.sub(r'[*_`"]', "", _said(text)[0]))
-    return (
-        Verdict(words[-1].lower(), raw=text)
-        if words
-        else Verdict("error", raw=text, error="not the one word Correct or Incorrect")
-    )
+    words = ONE_WORD.findall(re.sub(r'[*_`"]', "", _plain_and_json(text)[0]))
+    if not words:
+        return Verdict("error", raw=text, error="not the one word Correct or Incorrect")
+    return Verdict(words[-1].lower(), raw=text)
 
 
 def read_items(text: str) -> Verdict:
     """Read DeepSearchQA's JSON, {correctness_details: {expected item: bool}, excessive_answers:
     [..]}; correct = all items and no other.
     """
-    _, found = _said(text)
+    _, found = _plain_and_json(text)
     details, excessive = found.get("correctness_details"), found.get("excessive_answers")
     if (
         not isinstance(excessive, list)

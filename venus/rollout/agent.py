@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from venus import protocol
+from venus.cli import Options, option
 from venus.protocol import Action, parse_action
 from venus.rl.info_gain import GainRule
 from venus.rollout.noise import noise_key
@@ -29,33 +30,53 @@ CUT_NOTICE = "\n[cut]"
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What ends a rollout. Tokens and seconds; `max_seconds` 0 is no limit.
+class Limits(Options):
+    """What ends a rollout.
 
     Before every turn the context must hold that turn, its observation, the message that asks for
     the answer and the answering turn; where it cannot, the turn is the answering one
     (context_limit). An observation longer than its share is cut, visibly.
     """
 
-    max_turns: int = 200
-    max_turn_tokens: int = 8192
-    max_observation_tokens: int = 16384
-    max_context: int = 262144
-    max_seconds: float = 0.0
-    tool_seconds: float = 150.0
-
-    def __post_init__(self):
-        least = {
-            "max_turns": 1,
-            "max_turn_tokens": 1,
-            "max_observation_tokens": 32,
-            "max_context": 1,
-            "max_seconds": 0,
-            "tool_seconds": 0.001,
-        }
-        for name, value in least.items():
-            if getattr(self, name) < value:
-                raise ValueError(f"{name} {getattr(self, name)}: must be at least {value}")
+    max_turns: int = option(
+        200,
+        group="limits",
+        help="assistant turns of a trajectory; the last one is asked to answer",
+        unit="turns",
+        least=1,
+        agent=True,
+    )
+    max_turn_tokens: int = option(
+        8192, help="sampled tokens of a turn", unit="tokens", least=1, agent=True
+    )
+    max_observation_tokens: int = option(
+        16384, help="longer observations are cut, visibly", unit="tokens", least=32, agent=True
+    )
+    max_context: int = option(
+        262144,
+        help="tokens of a trajectory; the answering turn is kept room for",
+        unit="tokens",
+        least=1,
+        agent=True,
+    )
+    max_seconds: float = option(
+        0.0,
+        help="wall-clock limit of a trajectory, which then leaves training and is wrong in "
+        "eval.py; 0 is none",
+        unit="s",
+        least=0,
+        most=1_000_000,
+    )
+    cut_off_share: float = option(
+        0.0,
+        help="give up the last of a process' rollouts of a step when only this share is left; 0 "
+        "waits for all",
+        least=0,
+        below=1,
+    )
+    tool_seconds: float = option(
+        150.0, help="total deadline of a tool call", unit="s", least=0.001, most=1_000_000
+    )
 
 
 @dataclass(frozen=True)
@@ -70,9 +91,8 @@ class Job:
 class _Rollout:
     job: Job
     slot: int
-    ids: list[int]
-    prompt_len: int
-    started: float
+    ids: list[int]  # at first the prompt's
+    started: float = field(default_factory=time.monotonic)
     log_probs: list[float] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     # successful calls of this rollout, by signature
@@ -83,14 +103,16 @@ class _Rollout:
     # turn -> mean log-prob of each ground truth after it
     values: dict[int, list[float]] = field(default_factory=dict)
 
+    def __post_init__(self):
+        self.prompt_len = len(self.ids)
+
 
 class Agent:
     """Runs jobs over one sampler. `tools` maps search and visit to callables; `manifest` is copied
     into every trajectory.
 
     gain: score the ground truth behind every observation that counts, while its keys and values are
-    in the cache, and write the turns' gains. cut_off_share: when all but this share of the jobs are
-    done, the others are given up as stragglers; 0 waits for all.
+    in the cache, and write the turns' gains.
     """
 
     def __init__(
@@ -105,11 +127,16 @@ class Agent:
         seed: int,
         manifest: dict,
         gain: GainRule | None = None,
-        cut_off_share: float = 0.0,
     ):
-        self.sampler, self.tokenizer, self.tools, self.limits = sampler, tokenizer, tools, limits
-        self.system, self.run_name, self.seed, self.manifest = system, run, seed, manifest
-        self.gain, self.cut_off_share = gain, cut_off_share
+        self.sampler = sampler
+        self.tokenizer = tokenizer
+        self.tools = tools
+        self.limits = limits
+        self.system = system
+        self.run_name = run
+        self.seed = seed
+        self.manifest = manifest
+        self.gain = gain
         # question id -> mean log-prob of each ground truth at the question,
         # once its group has begun
         self.baselines: dict[str, list[float]] = {}
@@ -138,9 +165,8 @@ class Agent:
         for question in {job.question.id: job.question for job in waiting}.values():
             self._prompt_ids(question)
             self._answers(question)
-        return self._run(
-            waiting, should_stop, math.floor(self.cut_off_share * (num_done + len(waiting)))
-        )
+        num_stragglers = math.floor(self.limits.cut_off_share * (num_done + len(waiting)))
+        return self._run(waiting, should_stop, num_stragglers)
 
     def _run(
         self, waiting: collections.deque[Job], should_stop: Callable[[], bool], num_stragglers: int
@@ -153,7 +179,9 @@ class Agent:
                     rollout = active[generation.slot]
                     trajectory = self._end_turn(rollout, generation, pool)
                     if trajectory is not None:
-                        yield self._close(active, rollout, trajectory)
+                        del active[rollout.slot]
+                        self.sampler.close(rollout.slot)
+                        yield trajectory
                 is_idle = (
                     not self.sampler.rows
                     and not (waiting and self.sampler.free)
@@ -162,16 +190,9 @@ class Agent:
                 for slot, result in pool.poll(block=is_idle):
                     self._observe(active[slot], result)
         if len(waiting) + len(active) <= num_stragglers:
-            for rollout in active.values():
+            not_begun = [_Rollout(job, -1, self._prompt_ids(job.question)) for job in waiting]
+            for rollout in (*active.values(), *not_begun):
                 yield self._trajectory(rollout, None, "straggler", "cut_off")
-            for job in waiting:
-                prompt_ids = self._prompt_ids(job.question)
-                yield self._trajectory(
-                    _Rollout(job, -1, prompt_ids, len(prompt_ids), time.monotonic()),
-                    None,
-                    "straggler",
-                    "cut_off",
-                )
 
     def _admit(self, waiting: collections.deque[Job], active: dict[int, _Rollout]) -> None:
         while waiting and self.sampler.free:
@@ -185,8 +206,7 @@ class Agent:
             else:
                 slot = self.sampler.open()
                 self.sampler.prefill(slot, prompt_ids[:-1])
-            rollout = _Rollout(job, slot, prompt_ids, len(prompt_ids), time.monotonic())
-            active[slot] = rollout
+            rollout = active[slot] = _Rollout(job, slot, prompt_ids)
             self._generate(rollout, prompt_ids[-1:])
             # the first of its group: older rows are served first, so no sibling is done before
             if self.gain and job.question.id not in self.baselines:
@@ -288,16 +308,11 @@ class Agent:
         prediction = action.answer or protocol.extract_prediction(content)
         if rollout.limit == "time_limit":
             return self._trajectory(rollout, prediction, "time_limit", "cut_off")
-        if prediction is not None:
-            return self._trajectory(
-                rollout,
-                prediction,
-                rollout.limit or ("answered" if action.kind == "answer" else "turn_limit"),
-                "ok",
-            )
-        return self._trajectory(
-            rollout, None, "no_answer" if generation.stopped else "token_limit", "ok"
-        )
+        if prediction is None:
+            reason = "no_answer" if generation.stopped else "token_limit"
+        else:
+            reason = rollout.limit or ("answered" if action.kind == "answer" else "turn_limit")
+        return self._trajectory(rollout, prediction, reason, "ok")
 
     def _observe(self, rollout: _Rollout, result: ToolResult) -> None:
         """Append an observation to the row, decide whether the coming turn is
@@ -310,9 +325,8 @@ class Agent:
                 turn.seconds = round(time.monotonic() - rollout.since, 3)
                 rollout.seconds["tool"] += turn.seconds
             if result.status == "ok":  # a failed call registers nothing: its retry is no duplicate
-                rollout.results[protocol.call_signature(Action(turn.action, turn.arguments))] = (
-                    result
-                )
+                signature = protocol.call_signature(Action(turn.action, turn.arguments))
+                rollout.results[signature] = result
         last_id = rollout.ids[-1]
         closed = last_id == self.tokenizer.im_end_id
         bodies = [self._cut(result.text)]
@@ -341,8 +355,7 @@ class Agent:
         """Shorten an observation to its share of tokens, saying so at its end. What counts is the
         piece between the tags, newlines included.
         """
-        keep = self.limits.max_observation_tokens
-        limit = self.limits.max_observation_tokens
+        keep = limit = self.limits.max_observation_tokens
         body_ids = None
         while (
             length := len(self.tokenizer.encode_untrusted(protocol.observation_text(body)))
@@ -380,13 +393,6 @@ class Agent:
         )
         if self.gain:
             self.gain.write(trajectory, self.baselines.get(question.id, []), rollout.values)
-        return trajectory
-
-    def _close(
-        self, active: dict[int, _Rollout], rollout: _Rollout, trajectory: Trajectory
-    ) -> Trajectory:
-        del active[rollout.slot]
-        self.sampler.close(rollout.slot)
         return trajectory
 
 
@@ -435,11 +441,10 @@ class ToolPool:
             if isinstance(outcome, Exception):
                 raise outcome
             results.append((self.pending.pop(number)[0], outcome))
-        for number in [
-            number for number, (_, due, _) in self.pending.items() if due <= time.monotonic()
-        ]:
-            slot, _, seconds = self.pending.pop(number)
-            results.append((slot, ToolResult(protocol.TIMEOUT_MESSAGE(seconds), "timeout")))
+        for number, (slot, due, seconds) in list(self.pending.items()):
+            if due <= time.monotonic():
+                del self.pending[number]
+                results.append((slot, ToolResult(protocol.TIMEOUT_MESSAGE(seconds), "timeout")))
         return results
 
     def close(self) -> None:

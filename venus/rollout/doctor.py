@@ -4,7 +4,7 @@ what to do about it.
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -35,62 +35,40 @@ def diagnose(
     """Print a line for each part that is configured, and return whether all of them work. policy
     None: the model in the directory samples; judge None: no model grades.
     """
-    checks: list[tuple[str, Callable[[], str], str]] = []  # name, try it: what is seen, fix
-    if policy is None:
-        checks += [
-            ("model", lambda: _model(model), "copy the model's files anew"),
-            ("kernels", _kernels, "use another GPU, or --kernel torch"),
-        ]
-    checks.append(
-        (
-            "tokenizer",
-            lambda: f"{ChatTokenizer(model).vocab_size:,} ids, all structure tokens",
-            "copy the tokenizer.json of a Qwen3",
-        )
-    )
-    if policy is not None:
-        checks.append(
-            (
-                "policy",
-                lambda: _chat(policy, top_p=1.0, seed=0),
-                "check POLICY_API_KEY or OPENAI_API_KEY, and --policy",
-            )
-        )
-    if options.cassette == "replay":
-        checks.append(
-            (
-                "cassette",
-                lambda: (
-                    f"{len(Cassette(options.cassette_file, record=False).results):,} "
-                    "recorded answers"
-                ),
-                "record it anew",
-            )
-        )
-    if options.live:
-        checks += [
-            (
-                "search",
-                lambda: _search(options, keys),
-                "check SERPER_API_KEY, its credits and --search-base",
-            ),
-            (
-                "reader",
-                lambda: _read(options, keys, page),
-                "check JINA_API_KEY, its balance and --reader-base, or use --reader fetch",
-            ),
-            (
-                "summary",
-                lambda: _chat(options.summary_client(keys)),
-                "check SUMMARY_API_KEY or OPENAI_API_KEY, and --summary",
-            ),
-        ]
-    if judge is not None:
-        checks.append(
-            ("judge", lambda: _chat(judge), "check JUDGE_API_KEY or OPENAI_API_KEY, and --judge")
-        )
+    checks = _checks(model, options, keys, policy, judge, page)
     results = [_passes(*check) for check in checks]  # all of them: the first failure hides none
     return all(results)
+
+
+def _checks(model, options, keys, policy, judge, page) -> Iterator[tuple]:
+    """Yield (name, a function that tries it and says what it saw, the fix) of each part."""
+    if policy is None:
+        yield "model", lambda: _model(model), "copy the model's files anew"
+        yield "kernels", _kernels, "use another GPU, or --kernel torch"
+    yield (
+        "tokenizer",
+        lambda: f"{ChatTokenizer(model).vocab_size:,} ids, all structure tokens",
+        "copy the tokenizer.json of a Qwen3",
+    )
+    if policy is not None:
+        fix = "check POLICY_API_KEY or OPENAI_API_KEY, and --policy"
+        yield "policy", lambda: _chat(policy, top_p=1.0, seed=0), fix
+    if options.cassette == "replay":
+        tape = options.cassette_file
+        yield (
+            "cassette",
+            lambda: f"{len(Cassette(tape, record=False).results):,} recorded answers",
+            "record it anew",
+        )
+    if options.live:
+        fix = "check SERPER_API_KEY, its credits and --search-base"
+        yield "search", lambda: _search(options, keys), fix
+        fix = "check JINA_API_KEY, its balance and --reader-base, or use --reader fetch"
+        yield "reader", lambda: _read(options, keys, page), fix
+        fix = "check SUMMARY_API_KEY or OPENAI_API_KEY, and --summary"
+        yield "summary", lambda: _chat(options.summary_client(keys)), fix
+    if judge is not None:
+        yield "judge", lambda: _chat(judge), "check JUDGE_API_KEY or OPENAI_API_KEY, and --judge"
 
 
 def _passes(name: str, attempt: Callable[[], str], fix: str) -> bool:
@@ -124,21 +102,19 @@ def _model(directory: str) -> str:
 def _kernels() -> str:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kernel = choose_kernel("auto", device)
-    return (
-        f"{kernel} on {torch.cuda.get_device_name(device)} ({architecture(device)})"
-        if kernel == "triton"
-        else f"{kernel} on {device}"
-    )
+    if kernel != "triton":
+        return f"{kernel} on {device}"
+    return f"{kernel} on {torch.cuda.get_device_name(device)} ({architecture(device)})"
 
 
 def _search(options: ToolOptions, keys: Keys) -> str:
-    return f"{len(options.searcher(keys, Budget(None)).search('Venus', SECONDS))} hits"
+    hits = options.searcher(keys, Budget(None)).search("Venus", SECONDS)
+    return f"{len(hits)} hits"
 
 
 def _read(options: ToolOptions, keys: Keys, page: str) -> str:
-    return (
-        f"{len(options.page_reader(keys)(page, SECONDS))} characters of {page} by {options.reader}"
-    )
+    text = options.page_reader(keys)(page, SECONDS)
+    return f"{len(text)} characters of {page} by {options.reader}"
 
 
 def _chat(client: ChatClient, **parameters) -> str:

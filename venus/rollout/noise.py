@@ -10,24 +10,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from venus.cli import Options, option
+
 
 @dataclass(frozen=True)
-class SamplingParams:
-    """How a token is drawn: temperature 0 is argmax; top_k 0 and top_p 1 keep the whole vocabulary;
-    a row stops after one of `stop_ids`.
-    """
+class SamplingOptions(Options):
+    """From which part of the softmax a token is drawn."""
+
+    temperature: float = option(
+        1.0, group="sampling", help="softmax temperature; 0 is greedy", least=0, most=100
+    )
+    top_p: float = option(
+        1.0,
+        help="sample from the smallest set of tokens with this probability mass",
+        above=0,
+        most=1,
+    )
+    top_k: int = option(
+        0, help="sample from this many most probable tokens; 0 is all of them", least=0
+    )
+
+
+@dataclass(frozen=True)
+class SamplingParams(SamplingOptions):
+    """How a row is sampled: it stops after one of `stop_ids`."""
 
     stop_ids: tuple[int, ...]
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-
-    def __post_init__(self):
-        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0:
-            raise ValueError(
-                f"temperature {self.temperature} (>= 0), top_p {self.top_p} (in (0, 1]), "
-                f"top_k {self.top_k} (>= 0): out of range"
-            )
 
 
 def draw(

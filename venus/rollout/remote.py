@@ -88,19 +88,16 @@ class RemoteSampler:
             )
         self.contexts[slot] += ids
         self.rows[slot] = budget
-        how = {
+        messages = messages_of(self.contexts[slot], self.tokenizer)
+        request = {
             "temperature": self.params.temperature,
             "top_p": self.params.top_p,
             "max_tokens": budget,
             "seed": key % 2**31,
         }
-        # not in OpenAI's own interface
-        how |= {"top_k": self.params.top_k} if self.params.top_k else {}
-        threading.Thread(
-            target=self._ask,
-            args=(slot, messages_of(self.contexts[slot], self.tokenizer), how),
-            daemon=True,
-        ).start()
+        if self.params.top_k:  # not in OpenAI's own interface
+            request["top_k"] = self.params.top_k
+        threading.Thread(target=self._ask, args=(slot, messages, request), daemon=True).start()
 
     def step(self) -> list[Generation]:
         """Return the turns that have been answered, waiting POLL for the first; one without ids has
@@ -116,11 +113,8 @@ class RemoteSampler:
                 break
             budget = self.rows.pop(slot)
             if isinstance(outcome, ChatError | ChatRequestError):
-                hint = (
-                    "; lower --max-context"
-                    if isinstance(outcome, ChatRequestError) and outcome.too_long
-                    else ""
-                )
+                too_long = isinstance(outcome, ChatRequestError) and outcome.too_long
+                hint = "; lower --max-context" if too_long else ""
                 tqdm.write(f"policy: {outcome}{hint}", file=sys.stderr)
                 finished.append(Generation(slot))
             elif isinstance(outcome, Exception):
@@ -137,26 +131,26 @@ class RemoteSampler:
         self.contexts[slot] += ids[:-1]  # the last one comes with the next feed
         return Generation(slot, ids, stopped=ids[-1] == self.tokenizer.im_end_id)
 
-    def _ask(self, slot: int, messages: list[dict], how: dict) -> None:
+    def _ask(self, slot: int, messages: list[dict], request: dict) -> None:
         outcome = RuntimeError("a request died; its traceback stands above")
         try:
-            outcome = self._complete(messages, how)
+            outcome = self._complete(messages, request)
         except (ChatError, ValueError) as error:
             outcome = error
         finally:
             self.done.put((slot, outcome))
 
-    def _complete(self, messages: list[dict], how: dict) -> Completion:
+    def _complete(self, messages: list[dict], request: dict) -> Completion:
         """The answer. The server counts a few tokens more than we do, or has less context: while a
         row does not fit, half the turn is asked for.
         """
         while True:
             try:
-                return self.client.complete(messages, **how)
+                return self.client.complete(messages, **request)
             except ChatRequestError as error:
-                if not error.too_long or how["max_tokens"] < 2 * LEAST_TOKENS:
+                if not error.too_long or request["max_tokens"] < 2 * LEAST_TOKENS:
                     raise
-                how = how | {"max_tokens": how["max_tokens"] // 2}
+                request = request | {"max_tokens": request["max_tokens"] // 2}
 
 
 def messages_of(ids: list[int], tokenizer: ChatTokenizer) -> list[dict]:

@@ -85,6 +85,22 @@ class _Chunk(NamedTuple):
     answer: Sequence[int] = ()
 
 
+def _kernel_of(decode_kernel: str, weight: Tensor) -> str:
+    """The kernel that a decode step uses beside these weights; ValueError for what they do not
+    take.
+    """
+    takes_ragged = not weight.is_cuda and weight.dtype in (torch.float32, torch.float64)
+    if decode_kernel == "ragged" and not takes_ragged:
+        raise ValueError(
+            f"decode_kernel ragged on {weight.device} in {weight.dtype}: it needs the CPU and fp32"
+        )
+    if decode_kernel == "auto" and takes_ragged:
+        return "ragged"
+    if decode_kernel in ("varlen", "ragged"):
+        return decode_kernel
+    return choose_kernel(decode_kernel, weight.device)
+
+
 class Sampler:
     """Continuous batching: `num_rows` open rows (default `num_slots`) of `capacity` positions each,
     of which `num_slots` decode at once.
@@ -128,7 +144,8 @@ class Sampler:
             kv_cache == "paged" or kv_cache == "auto" and (is_cuda or kv_tokens is not None)
         )
         self.page_size = page_size or (256 if is_cuda else 16)  # flash attention takes pages of 256
-        self.kv_tokens, self.cuda_graph = kv_tokens, cuda_graph
+        self.kv_tokens = kv_tokens
+        self.cuda_graph = cuda_graph
         if not self.is_paged and (
             kv_tokens is not None or cuda_graph or decode_kernel in ("triton", "varlen")
         ):
@@ -141,25 +158,15 @@ class Sampler:
                 f"cuda_graph {cuda_graph}, decode_kernel {decode_kernel} on {self.device}: "
                 "they need a GPU"
             )
-        takes_ragged = not is_cuda and model.lm_head.weight.dtype in (torch.float32, torch.float64)
-        if decode_kernel == "ragged" and not takes_ragged:
-            raise ValueError(
-                f"decode_kernel ragged on {self.device} in {model.lm_head.weight.dtype}: it "
-                "needs the CPU and fp32"
-            )
-        if decode_kernel == "auto" and takes_ragged:
-            decode_kernel = "ragged"
-        self.kernel = (
-            decode_kernel
-            if decode_kernel in ("varlen", "ragged")
-            else choose_kernel(decode_kernel, self.device)
-        )
+        self.kernel = _kernel_of(decode_kernel, model.lm_head.weight)
         if kv_tokens is not None:
             check_pool(kv_tokens, self.page_size, capacity)
         self.rows: dict[int, _Row] = {}  # the slots that have something to do
         self._opened: dict[int, _Row] = {}
-        self._closed = list(range(num_rows or num_slots))
-        self._num_opened, self._num_rows, self._is_full = 0, num_rows or num_slots, False
+        self._num_rows = num_rows or num_slots
+        self._closed = list(range(self._num_rows))
+        self._num_opened = 0
+        self._is_full = False
         self.num_decoded = self.num_prefilled = self.num_scored = self.num_preempted = 0
 
     @cached_property
@@ -202,29 +209,25 @@ class Sampler:
         """What "auto" came to, to be saved with a run. kv_tokens None: not bounded,
         or not allocated yet.
         """
-        chosen = {
-            "kv_cache": "contiguous",
-            "kv_tokens": None,
-            "page_size": None,
-            "chunk_kernel": "torch",
-            "cuda_graph": False,
+        if not self.is_paged:
+            return {
+                "kv_cache": "contiguous",
+                "kv_tokens": None,
+                "page_size": None,
+                "chunk_kernel": "torch",
+                "cuda_graph": False,
+                "decode_kernel": self.kernel if self.kernel == "ragged" else "torch",
+            }
+        # of rollouts, whatever the masters are
+        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        return {
+            "kv_cache": "paged",
+            "kv_tokens": self.kv_tokens,
+            "page_size": self.page_size,
+            "chunk_kernel": chunk_kernel(self.device, dtype),
+            "cuda_graph": self.cuda_graph,
+            "decode_kernel": self.kernel,
         }
-        chosen["decode_kernel"] = (
-            self.kernel if self.is_paged or self.kernel == "ragged" else "torch"
-        )
-        if self.is_paged:
-            # of rollouts, whatever the masters are
-            dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-            chosen |= {
-                "kv_cache": "paged",
-                "kv_tokens": self.kv_tokens,
-                "page_size": self.page_size,
-            }
-            chosen |= {
-                "chunk_kernel": chunk_kernel(self.device, dtype),
-                "cuda_graph": self.cuda_graph,
-            }
-        return chosen
 
     # ---- rows
 
@@ -302,7 +305,9 @@ class Sampler:
             )
         row = self.rows[slot] = self._opened[slot]
         row.ids += ids
-        row.generation, row.budget, row.key = Generation(slot), budget, key
+        row.generation = Generation(slot)
+        row.budget = budget
+        row.key = key
 
     def score(
         self,
@@ -328,7 +333,9 @@ class Sampler:
                 f"a context of {len(row.ids)} tokens and an answer to score, {longest} in "
                 f"all, exceed the context of {self.capacity}"
             )
-        row.answers, row.values, row.done = [(prefix_ids, answer) for answer in answers], [], done
+        row.answers = [(prefix_ids, answer) for answer in answers]
+        row.values = []
+        row.done = done
 
     # ---- a step
 
@@ -364,7 +371,9 @@ class Sampler:
         """Who runs, oldest first, with room for it: rows that decode, num_slots at most, and chunks
         of prefill_tokens together at most.
         """
-        singles, chunks, room, self._is_full = [], [], self.prefill_tokens, False
+        singles, chunks = [], []
+        room = self.prefill_tokens
+        self._is_full = False
         for row in sorted(self.rows.values(), key=lambda row: row.number):
             cached = self.cache.lengths[row.slot]
             if len(row.ids) - cached == 1 and not row.answers:
@@ -433,15 +442,10 @@ class Sampler:
         """Other rows that have pages, those included which start in this step
         and have no length yet.
         """
-        return (
-            sum(
-                self.cache.num_held[other.slot] > 0
-                for other in self._opened.values()
-                if other is not row
-            )
-            if self.is_paged
-            else 0
-        )
+        if not self.is_paged:
+            return 0
+        others = [other.slot for other in self._opened.values() if other is not row]
+        return sum(self.cache.num_held[slot] > 0 for slot in others)
 
     def _forward(self, singles: list[_Row], chunks: list[_Chunk]) -> tuple[list[_Row], list, list]:
         """Run one pass. Returns the rows that drew, their tokens, log-probs and kept mass, and
@@ -450,7 +454,9 @@ class Sampler:
         slots = [row.slot for row in singles] + [chunk.row.slot for chunk in chunks]
         ids = [row.ids[-1] for row in singles]
         counts = [1] * len(singles) + [len(chunk.ids) for chunk in chunks]
-        drawing, draws_at, answers = list(singles), list(range(len(singles))), []
+        drawing = list(singles)
+        draws_at = list(range(len(singles)))
+        answers = []
         for chunk in chunks:
             if chunk.draws:
                 drawing.append(chunk.row)

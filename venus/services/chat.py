@@ -101,11 +101,11 @@ class ChatClient:
             reply.raise_if_passing(self.api_key)
             if reply.status in (400, 413, 422) and not reply.spent:
                 raise ChatRequestError(
-                    f"{self.model} refuses this request: {reply.said(self.api_key)}",
+                    f"{self.model} refuses this request: {reply.fault(self.api_key)}",
                     too_long=bool(TOO_LONG.search(reply.text)),
                 )
             raise ChatRefusedError(
-                f"{self.model} at {self.base_url} refuses: {reply.said(self.api_key)}"
+                f"{self.model} at {self.base_url} refuses: {reply.fault(self.api_key)}"
             )
         return reply
 
@@ -131,9 +131,10 @@ def parse_endpoint(spec: str, flag: str, *others: str) -> tuple[str, str]:
     """
     found = ENDPOINT.fullmatch(spec)
     if not found:
+        forms = (
+            f"{', '.join(others)} or openai:BASE_URL:MODEL" if others else "openai:BASE_URL:MODEL"
+        )
         raise ValueError(
-            f"{flag} {spec!r}: give "
-            f"{', '.join(others)}{' or ' * bool(others)}openai:BASE_URL:MODEL, such as "
-            "openai:http://127.0.0.1:8000/v1:qwen3"
+            f"{flag} {spec!r}: give {forms}, such as openai:http://127.0.0.1:8000/v1:qwen3"
         )
     return found[1], found[2]

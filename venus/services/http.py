@@ -22,6 +22,7 @@ from requests.adapters import HTTPAdapter
 RETRIED = (408, 409, 425, 429, 500, 502, 503, 504, 524, 529)
 # a 429 that no waiting cures
 SPENT = ("insufficient_quota", "not enough credits", "insufficient balance", "billing")
+TOO_LATE = "the answer takes too long"
 MAX_WAIT = 60.0  # seconds before another try, whatever Retry-After says
 NAT64 = ipaddress.ip_network("64:ff9b::/96")
 T = TypeVar("T")
@@ -42,9 +43,13 @@ class RefusedError(ValueError):
     too, so the run should end.
     """
 
+    exit_code = 1
+
 
 class AddressError(RefusedError):
     """An address that cannot be asked, or that a model may not make us ask."""
+
+    exit_code = 2  # it was given by a flag: what a model asks for ends no run
 
 
 class TryError(Exception):
@@ -67,17 +72,17 @@ class Reply:
     def text(self) -> str:
         return self.body.decode("utf-8", "replace")
 
-    def said(self, key: str | None) -> str:
+    def fault(self, key: str | None) -> str:
         """The status and the service's own words in one line, without the key."""
         text = _message(self.text)
-        return " ".join(f"HTTP {self.status} {text.replace(key, '***') if key else text}".split())[
-            :300
-        ]
+        if key:
+            text = text.replace(key, "***")
+        return " ".join(f"HTTP {self.status} {text}".split())[:300]
 
     def raise_if_passing(self, key: str | None) -> None:
         """TryError for a fault that passes. A spent quota does not, whatever its status."""
         if self.status in RETRIED and not self.spent:
-            raise TryError(self.said(key), retry_after(self.headers))
+            raise TryError(self.fault(key), retry_after(self.headers))
 
     @property
     def spent(self) -> bool:
@@ -104,17 +109,12 @@ def _message(text: str) -> str:
     other text as it is.
     """
     error = json_or_none(text)
-    error = error.get("error", error) if isinstance(error, dict) else error
-    named = (
-        [
-            error[name]
-            for name in ("readableMessage", "message", "detail", "code")
-            if error.get(name)
-        ]
-        if isinstance(error, dict)
-        else []
-    )
-    return error if isinstance(error, str) else str(named[0]) if named else text
+    if isinstance(error, dict):
+        error = error.get("error", error)
+    if isinstance(error, dict):
+        names = ("readableMessage", "message", "detail", "code")
+        return next((str(error[name]) for name in names if error.get(name)), text)
+    return error if isinstance(error, str) else text
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:
@@ -141,13 +141,11 @@ def with_tries(
         try:
             return attempt(due - time.monotonic())
         except TryError as error:
-            asked = None if error.wait is None else error.wait * random.uniform(1.0, 1.25)
-            wait = min(
-                first_wait * 2 ** (number - 1) * random.uniform(0.5, 1.5)
-                if asked is None
-                else asked,
-                MAX_WAIT,
-            )
+            if error.wait is None:
+                wait = first_wait * 2 ** (number - 1) * random.uniform(0.5, 1.5)
+            else:
+                wait = error.wait * random.uniform(1.0, 1.25)
+            wait = min(wait, MAX_WAIT)
             if number == tries or time.monotonic() + wait >= due:
                 raise CallError(f"{error} ({number} tries)", timed_out=error.timed_out) from None
             time.sleep(wait)
@@ -177,40 +175,50 @@ def exchange(
     if not all(value.isascii() and value.isprintable() for value in headers.values()):
         # requests would show it in its error
         raise RefusedError(f"the key for {url} holds a character that no key has; copy it anew")
-    with requests.Session() as session, _Deadline(seconds) as deadline:
-        # else a password in ~/.netrc would take the place of the key
-        session.auth = lambda request: request
-        adapter = _Adapter(deadline, public_only)
-        session.mount("http://", adapter)
-        session.mount("https://", adapter)
+    with _Deadline(seconds) as deadline, _session(deadline, public_only) as session:
         try:
-            how = {
-                "timeout": seconds,
-                "stream": True,
-                "allow_redirects": False,
-                "proxies": {"http": proxy, "https": proxy} if proxy else {},
-            }
             if public_only:
                 check_public(url)
-            with session.request(method, url, json=body, headers=dict(headers), **how) as response:
-                content = bytearray()
-                for piece in response.iter_content(1 << 14):
-                    content += piece
-                    if len(content) > max_bytes:
-                        raise CallError("the answer is too large")  # and will be so again
+            with session.request(
+                method,
+                url,
+                json=body,
+                headers=dict(headers),
+                timeout=seconds,
+                stream=True,
+                allow_redirects=False,
+                proxies={"http": proxy, "https": proxy} if proxy else {},
+            ) as response:
+                content = _content(response, max_bytes)
         except AddressError:
             raise
         except ValueError:  # of requests and urllib3: a URL that neither can read
             raise AddressError(f"{url[:200]!r} is no web address") from None
         except requests.RequestException as error:
-            # its text may hold the proxy's address and password
             late = deadline.passed or isinstance(error, requests.Timeout)
-            raise TryError(
-                "the answer takes too long" if late else type(error).__name__, timed_out=late
-            ) from None
+            # its text may hold the proxy's address and password
+            fault = TOO_LATE if late else type(error).__name__
+            raise TryError(fault, timed_out=late) from None
         if deadline.passed:  # a body without a length simply ends where the connection was cut
-            raise TryError("the answer takes too long", timed_out=True)
-        return Reply(response.status_code, response.headers, bytes(content))
+            raise TryError(TOO_LATE, timed_out=True)
+        return Reply(response.status_code, response.headers, content)
+
+
+def _session(deadline: "_Deadline", public_only: bool) -> requests.Session:
+    session = requests.Session()
+    # else a password in ~/.netrc would take the place of the key
+    session.auth = lambda request: request
+    session.adapters = {"http": _Adapter(deadline, public_only)}  # a prefix: https as well
+    return session
+
+
+def _content(response: requests.Response, max_bytes: int) -> bytes:
+    content = bytearray()
+    for piece in response.iter_content(1 << 14):
+        content += piece
+        if len(content) > max_bytes:
+            raise CallError("the answer is too large")  # and will be so again
+    return bytes(content)
 
 
 def check_public(url: str) -> None:
@@ -242,7 +250,9 @@ class _Deadline:
     """
 
     def __init__(self, seconds: float):
-        self.passed, self._connections, self._lock = False, [], threading.Lock()
+        self.passed = False
+        self._connections = []
+        self._lock = threading.Lock()
         self._timer = threading.Timer(seconds, self._cut)
         self._timer.daemon = True
 
@@ -270,39 +280,43 @@ class _Deadline:
                     connection.shutdown(socket.SHUT_RDWR)
 
 
-class _Adapter(HTTPAdapter):
-    """Connections that a deadline watches and whose peer is checked once more: a name may lead
-    elsewhere than a moment ago.
+class _Watched:
+    """Mixed into a connection of urllib3: a deadline watches it, and its peer is checked once more,
+    since a name may lead elsewhere than a moment ago.
     """
+
+    deadline: _Deadline
+    public_only: bool
+
+    def _new_conn(self):
+        connection = super()._new_conn()
+        try:
+            if self.public_only:
+                _check_address(connection.getpeername()[0])
+            self.deadline.watch(connection)
+        except (AddressError, OSError):
+            connection.close()
+            raise
+        return connection
+
+
+class _Adapter(HTTPAdapter):
+    """An adapter of requests whose connections are `_Watched`."""
 
     def __init__(self, deadline: _Deadline, public_only: bool):
         self._deadline = deadline
         super().__init__()
         self._watch(self.poolmanager, public_only)
 
-    def proxy_manager_for(self, proxy, **how):
+    def proxy_manager_for(self, proxy, **options):
         """As in requests; the peer of such a connection is the proxy, which may well be private."""
-        return self._watch(super().proxy_manager_for(proxy, **how), False)
+        return self._watch(super().proxy_manager_for(proxy, **options), False)
 
     def _watch(self, manager, public_only: bool):
-        deadline = self._deadline
-
-        def watched(pool):
-            class Connection(pool.ConnectionCls):
-                def _new_conn(self):
-                    connection = super()._new_conn()
-                    try:
-                        if public_only:
-                            _check_address(connection.getpeername()[0])
-                        deadline.watch(connection)
-                    except (AddressError, OSError):
-                        connection.close()
-                        raise
-                    return connection
-
-            return type(pool.__name__, (pool,), {"ConnectionCls": Connection})
-
-        manager.pool_classes_by_scheme = {
-            scheme: watched(pool) for scheme, pool in manager.pool_classes_by_scheme.items()
-        }
+        settings = {"deadline": self._deadline, "public_only": public_only}
+        pools = {}
+        for scheme, pool in manager.pool_classes_by_scheme.items():
+            connection = type("Connection", (_Watched, pool.ConnectionCls), settings)
+            pools[scheme] = type("Pool", (pool,), {"ConnectionCls": connection})
+        manager.pool_classes_by_scheme = pools
         return manager

@@ -11,6 +11,8 @@ class ToolServiceError(ValueError):
     it ends the run; finished rollouts are kept.
     """
 
+    exit_code = 1
+
 
 @dataclass(frozen=True)
 class ToolResult:

@@ -27,7 +27,9 @@ class Cassette:
 
     def __init__(self, path: str, *, record: bool):
         """ValueError: nothing to replay, or a row that is none of a cassette."""
-        self.path, self.record, self.lock = Path(path), record, threading.Lock()
+        self.path = Path(path)
+        self.record = record
+        self.lock = threading.Lock()
         self.results: dict[str, ToolResult] = {}
         # a corpus is known by its content, wherever it lies: a cassette may move to another machine
         self.digest_of = functools.cache(file_digest)
@@ -76,7 +78,9 @@ class CassetteTool(Tool):
         assert (tool is not None) == cassette.record, (
             "a cassette that records needs a tool, one that replays has none"
         )
-        self.name, self.tool, self.cassette = name, tool, cassette
+        self.name = name
+        self.tool = tool
+        self.cassette = cassette
 
     def __call__(self, arguments: dict, *, corpus: str | None, deadline: float) -> ToolResult:
         """Answer from the cassette, else by the tool. ValueError, which ends the run, for a call

@@ -18,27 +18,6 @@ from venus.protocol import SearchHit, format_search, format_visit
 from venus.tools.base import Tool, ToolResult, VisitedPage
 
 K1, B = 1.2, 0.75  # BM25: how fast a repeated term saturates, how much long pages are discounted
-STOP_WORDS = frozenset(
-    {
-        "a",
-        "an",
-        "and",
-        "at",
-        "by",
-        "for",
-        "from",
-        "in",
-        "is",
-        "of",
-        "on",
-        "or",
-        "the",
-        "to",
-        "was",
-        "what",
-        "who",
-    }
-)
 SNIPPET_CHARS, MAX_LINES = 160, 5  # of a hit's snippet, of a visit's extract
 NOT_FOUND = "page not found"
 
@@ -71,6 +50,9 @@ class Page:
 def words(text: str) -> list[str]:
     """Lower-case words; each CJK ideograph is one: "Borhok, 東京 9" -> borhok 東 京 9."""
     return re.findall(r"[\u4e00-\u9fff]|[^\W\u4e00-\u9fff]+", text.lower())
+
+
+STOP_WORDS = frozenset(words("a an and at by for from in is of on or the to was what who"))
 
 
 class Corpus:
@@ -165,7 +147,9 @@ class OfflineSearch(Tool):
     name = "search"
 
     def __init__(self, cache: CorpusCache, *, top_k: int, shuffle: bool):
-        self.cache, self.top_k, self.shuffle = cache, top_k, shuffle
+        self.cache = cache
+        self.top_k = top_k
+        self.shuffle = shuffle
 
     def __call__(self, arguments: dict, *, corpus: str | None, deadline: float) -> ToolResult:
         """Answer {"query": [...]}; status empty when no query has a hit; items = the SearchHits in
@@ -179,15 +163,15 @@ class OfflineSearch(Tool):
     def _hits(self, corpus: Corpus, query: str) -> list[SearchHit]:
         found = corpus.search(query, self.top_k)
         if self.shuffle:
-            found.sort(
-                key=lambda page: hashlib.blake2b(
-                    f"{query}\n{page.url}".encode(errors="replace")
-                ).digest()
-            )
+            found.sort(key=lambda page: _digest(f"{query}\n{page.url}"))
         return [
             SearchHit(page.title, page.url, page.text.strip().split("\n")[0][:SNIPPET_CHARS])
             for page in found
         ]
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(errors="replace")).digest()
 
 
 class OfflineVisit(Tool):
@@ -205,26 +189,17 @@ class OfflineVisit(Tool):
         items = VisitedPage per page found.
         """
         pages, goal = self.cache.get(corpus).pages, arguments["goal"]
-        visited = {
-            url: VisitedPage(url, self._extract(pages[url], goal))
-            for url in arguments["url"]
-            if url in pages
-        }
-        summaries = [
-            (visited[url].summary or f"nothing on {goal}") if url in visited else NOT_FOUND
-            for url in arguments["url"]
-        ]
-        text = format_visit(
-            [
-                (url, goal, summary, None)
-                for url, summary in zip(arguments["url"], summaries, strict=True)
-            ]
-        )
-        return ToolResult(
-            text,
-            "ok" if any(page.summary for page in visited.values()) else "empty",
-            tuple(visited.values()),
-        )
+        visited: dict[str, VisitedPage] = {}
+        texts = []
+        for url in arguments["url"]:
+            summary = NOT_FOUND
+            if url in pages:
+                found = self._extract(pages[url], goal)
+                visited[url] = VisitedPage(url, found)
+                summary = found or f"nothing on {goal}"
+            texts.append((url, goal, summary, None))
+        status = "ok" if any(page.summary for page in visited.values()) else "empty"
+        return ToolResult(format_visit(texts), status, tuple(visited.values()))
 
     def _extract(self, page: Page, goal: str) -> str | None:
         lines = [

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from venus.cli import option
+from venus.cli import Options, option
 from venus.services.chat import ChatClient, parse_endpoint
 from venus.tools.base import Tool
 from venus.tools.cassette import Cassette, CassetteTool, file_digest
@@ -50,20 +50,21 @@ class Keys:
         }
         shared = found.pop("openai")
         return cls(
-            **{
-                name: key or (None if name in ("serper", "jina") else shared)
-                for name, key in found.items()
-            }
+            serper=found["serper"],
+            jina=found["jina"],
+            summary=found["summary"] or shared,
+            judge=found["judge"] or shared,
+            policy=found["policy"] or shared,
         )
 
 
 @dataclass(frozen=True)
-class ToolOptions:
+class ToolOptions(Options):
     """What answers a search and a visit."""
 
-    # tools
     tools: str = option(
         "offline",
+        group="tools",
         help="search and visit over the question's corpus, or over the live web (key: "
         "SERPER_API_KEY)",
         choices=("offline", "live"),
@@ -81,16 +82,21 @@ class ToolOptions:
     )
     search_base: str = option("https://google.serper.dev", help="address of Serper")
     reader_base: str = option("https://r.jina.ai", help="address of Jina Reader")
-    search_concurrency: int = option(8, help="queries at once", unit="calls")
-    reader_concurrency: int = option(8, help="pages read at once", unit="calls")
-    summary_concurrency: int = option(8, help="pages summarised at once", unit="calls")
+    search_concurrency: int = option(8, help="queries at once", unit="calls", least=1)
+    reader_concurrency: int = option(8, help="pages read at once", unit="calls", least=1)
+    summary_concurrency: int = option(8, help="pages summarised at once", unit="calls", least=1)
     web_seconds: float = option(
-        60.0, help="longest wait for one request; all its tries share --tool-seconds", unit="s"
+        60.0,
+        help="longest wait for one request; all its tries share --tool-seconds",
+        unit="s",
+        above=0,
+        most=1_000_000,
     )
     web_budget: int | None = option(
         None,
         help="queries, pages and summaries of a process; one more ends the run. Empty is no limit",
         unit="calls",
+        least=1,
     )
     proxy: str | None = option(
         None,
@@ -113,22 +119,13 @@ class ToolOptions:
     cassette_file: str | None = option(None, help="JSONL file of recorded answers, appended to")
 
     def validate(self) -> None:
-        """ValueError for a value out of range, or one that lacks another."""
-        for name in (
-            "search_concurrency",
-            "reader_concurrency",
-            "summary_concurrency",
-            "web_seconds",
-            "web_budget",
-        ):
-            if getattr(self, name) is not None and getattr(self, name) <= 0:
-                raise ValueError(f"{name} {getattr(self, name)}: must be positive")
+        """ValueError for an address that is none, or an option that lacks another."""
+        super().validate()
         if (self.cassette == "off") != (self.cassette_file is None):
             raise ValueError("--cassette record or replay and --cassette-file go together")
         for name in ("search_base", "reader_base", "proxy"):
-            if getattr(self, name) is not None and not re.fullmatch(
-                r"https?://[^/@\s]+(/\S*)?", getattr(self, name)
-            ):
+            address = getattr(self, name)
+            if address is not None and not re.fullmatch(r"https?://[^/@\s]+(/\S*)?", address):
                 raise ValueError(
                     f"{name}: must be http(s)://host without a password, since flags are "
                     "saved with the run; a proxy's belongs in HTTPS_PROXY"
@@ -235,15 +232,13 @@ class ToolOptions:
         """
         if not self.live:
             return []
-        counts = [
+        searches, visits = (
             [num_rollouts * min(count, max_turns - 1) for count in counts]
             for counts in (SEARCHES, VISITS)
+        )
+        tokens = visits[1] * (PAGE_CHARS // CHARS_A_TOKEN + SUMMARY_TOKENS)
+        return [
+            ("searches, about", f"{searches[0]:,} to {searches[1]:,}"),
+            ("pages opened, about", f"{visits[0]:,} to {visits[1]:,}"),
+            ("summary tokens, at most", f"{tokens:,}"),
         ]
-        tokens = counts[1][1] * (PAGE_CHARS // CHARS_A_TOKEN + SUMMARY_TOKENS)
-        rows = [
-            (name, f"{low:,} to {high:,}")
-            for name, (low, high) in zip(
-                ("searches, about", "pages opened, about"), counts, strict=True
-            )
-        ]
-        return [*rows, ("summary tokens, at most", f"{tokens:,}")]

@@ -24,7 +24,9 @@ class Jina:
     """Reads a page through Jina Reader, which renders it and turns it into markdown."""
 
     def __init__(self, base: str, key: str, proxy: str | None):
-        self.base, self.key, self.proxy = base.rstrip("/") + "/", key, proxy
+        self.base = base.rstrip("/") + "/"
+        self.key = key
+        self.proxy = proxy
 
     def __call__(self, url: str, seconds: float) -> str:
         """One try: the text of the page. PageError for a page that Jina cannot get,
@@ -47,14 +49,14 @@ class Jina:
         )
         if reply.status != 200:
             if reply.status in (401, 402) or reply.spent:
-                raise RefusedError(f"jina refuses: {reply.said(self.key)}")
+                raise RefusedError(f"jina refuses: {reply.fault(self.key)}")
             reply.raise_if_passing(self.key)
             # else it is not Jina that answers, and it says nothing about the page
             envelope = reply.text.lstrip().startswith("{")
-            raise PageError(reply.said(self.key)) if envelope else CallError(reply.said(self.key))
+            raise PageError(reply.fault(self.key)) if envelope else CallError(reply.fault(self.key))
         page = reply.json_object().get("data")
         if not isinstance(page, dict) or not isinstance(page.get("content"), str):
-            raise TryError(f"no page in the answer: {reply.said(self.key)}")
+            raise TryError(f"no page in the answer: {reply.fault(self.key)}")
         warning = WARNINGS.search(f"{page.get('warning') or ''}\n{page['content'][:500]}")
         if warning or not page["content"].strip():
             raise PageError(warning[0] if warning else "the page is empty")
@@ -73,19 +75,20 @@ class Fetch:
         """
         due = time.monotonic() + seconds
         for _ in range(MAX_HOPS + 1):
-            how = {
-                "headers": AGENT_HEADERS,
-                "proxy": self.proxy,
-                "public_only": not self.allow_private,
-                "max_bytes": MAX_BYTES,
-            }
-            reply = exchange("GET", url, seconds=due - time.monotonic(), **how)
+            reply = exchange(
+                "GET",
+                url,
+                seconds=due - time.monotonic(),
+                max_bytes=MAX_BYTES,
+                headers=AGENT_HEADERS,
+                proxy=self.proxy,
+                public_only=not self.allow_private,
+            )
             if reply.status not in (301, 302, 303, 307, 308) or "Location" not in reply.headers:
                 break
             # the bytes were UTF-8
-            url = urljoin(
-                url, reply.headers["Location"].encode("latin-1").decode("utf-8", "replace")
-            )
+            target = reply.headers["Location"].encode("latin-1").decode("utf-8", "replace")
+            url = urljoin(url, target)
         else:
             raise PageError(f"more than {MAX_HOPS} redirects")
         if reply.status != 200:
@@ -118,28 +121,8 @@ def page_text(reply: Reply) -> str:
 class _Text(HTMLParser):
     """Collects what a reader sees."""
 
-    HIDDEN = frozenset({"script", "style", "noscript", "template", "svg"})
-    INLINE = frozenset(
-        {
-            "a",
-            "abbr",
-            "b",
-            "cite",
-            "code",
-            "em",
-            "font",
-            "i",
-            "mark",
-            "q",
-            "s",
-            "small",
-            "span",
-            "strong",
-            "sub",
-            "sup",
-            "u",
-        }
-    )
+    HIDDEN = ("script", "style", "noscript", "template", "svg")
+    INLINE = re.compile("a|abbr|b|cite|code|em|font|i|mark|q|s|small|span|strong|sub|sup|u")
 
     def __init__(self):
         super().__init__()
@@ -147,11 +130,16 @@ class _Text(HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         self.hidden += tag in self.HIDDEN
-        self.parts += [] if tag in self.INLINE else ["\n"]
+        self._break(tag)
 
     def handle_endtag(self, tag):
         self.hidden -= self.hidden > 0 and tag in self.HIDDEN
-        self.parts += [] if tag in self.INLINE else ["\n"]
+        self._break(tag)
 
     def handle_data(self, data):
-        self.parts += [] if self.hidden else [data]
+        if not self.hidden:
+            self.parts.append(data)
+
+    def _break(self, tag):
+        if not self.INLINE.fullmatch(tag):
+            self.parts.append("\n")

@@ -35,7 +35,8 @@ MAX_BYTES = 1 << 20  # of Serper's answer
 # a wrong key says 403, a wrong address 404 or a redirect
 SERPER_REFUSALS = (301, 302, 307, 308, 401, 402, 403, 404)
 # of a page that is summarised; what is kept when the model's context is too short
-PAGE_CHARS, LEAST_CHARS, SHRINK = 150_000, 2_000, 0.7
+PAGE_CHARS, LEAST_CHARS = 150_000, 2_000
+SHRINK = 0.7
 SUMMARY_TOKENS = 4096
 # for queries with a CJK ideograph, as in the released tools
 CHINA = {"gl": "cn", "hl": "zh-cn", "location": "China"}
@@ -62,7 +63,9 @@ class Budget:
     """
 
     def __init__(self, calls: int | None):
-        self.calls, self.used, self.lock = calls, 0, threading.Lock()
+        self.calls = calls
+        self.used = 0
+        self.lock = threading.Lock()
 
     def spend(self) -> None:
         """Count one call; ToolServiceError for one too many."""
@@ -83,8 +86,12 @@ class Service:
     def __init__(
         self, name: str, *, calls: int, seconds: float, budget: Budget, patience: int | None
     ):
-        self.name, self.seconds, self.budget, self.patience = name, seconds, budget, patience
-        self.slots, self.failures = threading.BoundedSemaphore(calls), 0
+        self.name = name
+        self.seconds = seconds
+        self.budget = budget
+        self.patience = patience
+        self.slots = threading.BoundedSemaphore(calls)
+        self.failures = 0
 
     def call(self, attempt: Callable[[float], T], due: float) -> T:
         """Return what attempt(seconds left of a try) returns, before the monotonic time `due`.
@@ -96,12 +103,11 @@ class Service:
         if not self.slots.acquire(timeout=max(due - time.monotonic(), 0.0)):
             raise CallError(f"{self.name}: all its slots were busy", timed_out=True)
         try:
-            left = due - time.monotonic()
             result = with_tries(
                 lambda left: attempt(min(self.seconds, left)),
                 tries=TRIES,
                 first_wait=FIRST_WAIT,
-                seconds=left,
+                seconds=due - time.monotonic(),
             )
         except CallError as error:
             self.failures += 1
@@ -157,11 +163,9 @@ def status_of(outcomes: Sequence[object], useful: bool) -> str:
         for outcome in outcomes
         if isinstance(outcome, CallError)
     }
-    return (
-        "ok"
-        if useful
-        else next((status for status in ("error", "timeout") if status in failed), "empty")
-    )
+    if useful:
+        return "ok"
+    return next((status for status in ("error", "timeout") if status in failed), "empty")
 
 
 class Serper(Tool):
@@ -183,23 +187,17 @@ class Serper(Tool):
         for each that was not.
         """
         due = time.monotonic() + deadline
-        outcomes = list(
-            zip(
-                arguments["query"],
-                side_by_side(lambda query: self._search(query, due), arguments["query"]),
-                strict=True,
-            )
-        )
-        blocks = [(query, hits) for query, hits in outcomes if not isinstance(hits, CallError)]
-        lines = [
-            FAILED_SEARCH(query, error) for query, error in outcomes if isinstance(error, CallError)
-        ]
+        queries = arguments["query"]
+        outcomes = side_by_side(lambda query: self._search(query, due), queries)
+        blocks, failed = [], []
+        for query, outcome in zip(queries, outcomes, strict=True):
+            if isinstance(outcome, CallError):
+                failed.append(FAILED_SEARCH(query, outcome))
+            else:
+                blocks.append((query, outcome))
+        texts = [format_search(blocks), *failed] if blocks else failed
         hits = tuple(hit for _, block in blocks for hit in block)
-        return ToolResult(
-            "\n".join([format_search(blocks)] * bool(blocks) + lines),
-            status_of([o for _, o in outcomes], bool(hits)),
-            hits,
-        )
+        return ToolResult("\n".join(texts), status_of(outcomes, bool(hits)), hits)
 
     def _search(self, query: str, due: float) -> list[SearchHit] | CallError:
         try:
@@ -224,22 +222,18 @@ class Serper(Tool):
         )
         if reply.status != 200:
             if reply.status in SERPER_REFUSALS or reply.spent:
-                raise RefusedError(f"serper refuses: {reply.said(self.key)}")
+                raise RefusedError(f"serper refuses: {reply.fault(self.key)}")
             reply.raise_if_passing(self.key)
-            raise CallError(reply.said(self.key))
+            raise CallError(reply.fault(self.key))
         answer = reply.json_object()
         if "organic" not in answer and "searchParameters" not in answer:
-            raise TryError(f"no search result in the answer: {reply.said(self.key)}")
-        rows = [
-            row
-            for row in answer.get("organic") or ()
-            if row.get("link") and not is_blocked(row["link"], self.blocked)
-        ]
+            raise TryError(f"no search result in the answer: {reply.fault(self.key)}")
         return [
             SearchHit(
                 row.get("title") or "", row["link"], row.get("snippet") or "", row.get("date")
             )
-            for row in rows
+            for row in answer.get("organic") or ()
+            if row.get("link") and not is_blocked(row["link"], self.blocked)
         ]
 
 
@@ -258,14 +252,19 @@ class WebVisit(Tool):
         allow_private: bool,
         blocked: Sequence[str],
     ):
-        self.read, self.pages, self.client, self.summaries = read, pages, client, summaries
-        self.allow_private, self.blocked = allow_private, blocked
+        self.read = read
+        self.pages = pages
+        self.client = client
+        self.summaries = summaries
+        self.allow_private = allow_private
+        self.blocked = blocked
 
     def __call__(self, arguments: dict, *, corpus: str | None, deadline: float) -> ToolResult:
         """Answer {"url": [...], "goal": ...}; items = VisitedPage per page read; status empty when
         none of them has anything on the goal.
         """
-        due, goal, urls = time.monotonic() + deadline, arguments["goal"], arguments["url"]
+        due = time.monotonic() + deadline
+        goal, urls = arguments["goal"], arguments["url"]
         outcomes = side_by_side(lambda url: self._visit(url, goal, due), urls)
         texts, items = [], []
         for url, outcome in zip(urls, outcomes, strict=True):
@@ -325,13 +324,9 @@ def read_summary(text: str) -> tuple[str, str] | None:
     """
     text = text.rpartition("</think>")[2]
     answer = json_or_none(text[text.find("{") : text.rfind("}") + 1])
-    parts = (
-        (answer.get("evidence"), answer.get("summary"))
-        if isinstance(answer, dict)
-        else (None, None)
-    )
-    return (
-        (parts[0].strip(), parts[1].strip())
-        if all(isinstance(part, str) for part in parts)
-        else None
-    )
+    if not isinstance(answer, dict):
+        return None
+    evidence, summary = answer.get("evidence"), answer.get("summary")
+    if not (isinstance(evidence, str) and isinstance(summary, str)):
+        return None
+    return evidence.strip(), summary.strip()
