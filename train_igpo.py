@@ -137,18 +137,18 @@ class IgpoConfig(AdvantageConfig, OptimizerOptions, TrainingOptions, RolloutOpti
         help="mean over trajectories of their token means, or over all tokens",
         choices=("sequence", "token"),
     )
-    clip: float = option(0.2, help="the ratio is clipped to 1 +- this", above=0, most=1_000_000)
+    clip: float = option(0.2, help="the ratio is clipped to 1 +- this", above=0, most=10)
     dual_clip: float = option(
         3.0,
         help="bound of the loss at negative advantage, as a multiple of it",
         above=1,
-        most=1_000_000,
+        most=1_000,
     )
     kl_beta: float = option(
         0.001,
         help="weight of the k3 KL penalty to --model; 0 drops the reference",
         least=0,
-        most=1_000_000,
+        most=1_000,
     )
     lr: float = option(1e-6, group="optimizer", help="constant learning rate", above=0, most=1)
     warmup_steps: int = option(0, help="steps of linear warm-up", unit="steps", least=0)
@@ -171,7 +171,6 @@ class IgpoConfig(AdvantageConfig, OptimizerOptions, TrainingOptions, RolloutOpti
 
     def validate(self) -> None:
         super().validate()
-        RolloutOptions.validate(self)
         parse_judge(self.judge)
         if (self.reward == "judge") == (self.judge == "none"):
             raise ValueError(
