@@ -194,11 +194,11 @@ def tables(runs: Sequence[Run]) -> list[str]:
     ]
 
 
-def rows_of(runs: Sequence[Run], figures: dict[str, tuple[str, Callable]]) -> list[tuple]:
+def rows_of(runs: Sequence[Run], wanted: dict[str, tuple[str, Callable]]) -> list[tuple]:
     """The rows of a table of figures."""
     return [
         (label, *(None if x is None else text(x) for x in (figure(run, path) for run in runs)))
-        for label, (path, text) in figures.items()
+        for label, (path, text) in wanted.items()
     ]
 
 
@@ -251,7 +251,7 @@ def plots(runs: Sequence[Run]) -> list[str]:
         ):
             found = figure(run, key) or {}
             if len(found) > 1:
-                shares = [100 * interval["mean"] for interval in found.values()]
+                shares = [100 * success["mean"] for success in found.values()]
                 name = f"{run.name}: {label}"
                 samples.append(Curve([*map(int, found)], shares, name, color, dashed))
         turns.append(histogram(run, width, color))
