@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from venus.cli import STOPPED, option, run
+from venus.cli import STOPPED, Options, option, run
 from venus.curation.formats import to_messages
 from venus.files import read_jsonl, write_json
 from venus.model.qwen3 import Qwen3, Qwen3Config
@@ -27,31 +27,34 @@ from venus.tokenizer import ChatTokenizer
 from venus.trajectory import read_trajectories
 
 ROOT = Path(__file__).resolve().parents[1]
-AGENT = (
-    *(
-        "--system-prompt",
-        "short",
-        "--max-turns",
-        "8",
-        "--max-turn-tokens",
-        "48",
-        "--max-observation-tokens",
-        "160",
-    ),
-    *("--max-context", "1024", "--slots", "48", "--threads", "1"),
-)
 RESULTS = ("summary.json", "reward_curve.svg", "report.html")
 SAMPLES = 4  # of a test question at temperature 1
-STEPS_FLAGS = ("--weight-decay", "0", "--max-tokens-per-gpu", "16384", "--recompute", "off")
+
+
+# a file of OUT with which a stage is complete; the other stages know themselves where they stand
+DONE = {
+    "world": "world/manifest.json",
+    "clean train": "clean_train/stats.json",
+    "clean long": "clean_long/stats.json",
+}
+AGENT = (
+    "--system-prompt short --max-turns 8 --max-turn-tokens 48 --max-observation-tokens 160 "
+    "--max-context 1024 --slots 48 --threads 1"
+)
+STEPS = "--weight-decay 0 --max-tokens-per-gpu 16384 --recompute off"
 
 
 @dataclass(frozen=True)
-class DemoConfig:
+class DemoConfig(Options):
+    """Where the results go, and how large and with which seed the demo is."""
+
     output: str | None = option(
-        None, help="directory of all results; empty is runs/demo, with --smoke runs/smoke"
+        None,
+        group="demo",
+        help="directory of all results; empty is runs/demo, with --smoke runs/smoke",
     )
     seed: int = option(
-        0, help="seed of the world, the weights, the order of the data and the sampling noise"
+        0, help="seed of the world, the weights, the order of the data and the noise", least=0
     )
     smoke: bool = option(
         False, help="tiny budgets: shows that every stage runs, not that it learns"
@@ -62,27 +65,16 @@ class DemoConfig:
 class Budget:
     """What the two sizes of the demo differ in."""
 
-    world: tuple[str, ...]
+    world: str
     sft_epochs: float
     igpo_steps: int
     questions: int
     random_questions: int
 
 
-FULL = Budget(world=(), sft_epochs=2.0, igpo_steps=15, questions=200, random_questions=100)
+FULL = Budget(world="", sft_epochs=2.0, igpo_steps=15, questions=200, random_questions=100)
 SMOKE = Budget(
-    world=(
-        "--train-webs",
-        "8",
-        "--dev-webs",
-        "2",
-        "--test-webs",
-        "2",
-        "--long-webs",
-        "2",
-        "--sft-rows",
-        "400",
-    ),
+    world="--train-webs 8 --dev-webs 2 --test-webs 2 --long-webs 2 --sft-rows 400",
     sft_epochs=1.0,
     igpo_steps=2,
     questions=8,
@@ -98,132 +90,15 @@ def main(cfg: DemoConfig) -> None:
     out = Path(cfg.output or f"runs/{size}").resolve() / (
         f"smoke_seed_{cfg.seed}" if cfg.smoke else f"seed_{cfg.seed}"
     )
-    world, seed = out / "world", ("--seed", str(cfg.seed))
-    stage(
-        out,
-        "world",
-        ["-m", "venus.world", "build", "--out", str(world), *seed, *budget.world],
-        done=world / "manifest.json",
-    )
-    start = random_model(world / "model", out / "random", cfg.seed)
-    rows = clean(out, "train", seed)
-    # its experts take 20 to 120 turns, so that resampling has something to do;
-    # nothing is trained on it
-    clean(out, "long", seed)
-    stage(
-        out,
-        "sft",
-        [
-            "train_sft.py",
-            "--model",
-            str(world / "model"),
-            "--init",
-            "random",
-            "--data",
-            str(rows),
-            "--output",
-            str(out / "sft"),
-            "--epochs",
-            str(budget.sft_epochs),
-            "--batch-size",
-            "8",
-            "--lr",
-            "2e-3",
-            "--beta2",
-            "0.98",
-            "--warmup-ratio",
-            "0.03",
-            "--min-lr-ratio",
-            "0.05",
-            "--save-every",
-            "200",
-            "--log-every",
-            "50",
-            "--threads",
-            "1",
-            *STEPS_FLAGS,
-            *seed,
-        ],
-    )
-    stage(
-        out,
-        "igpo",
-        [
-            "train_igpo.py",
-            "--model",
-            str(out / "sft" / "model"),
-            "--questions",
-            str(world / "questions" / "train.jsonl"),
-            "--output",
-            str(out / "igpo"),
-            "--questions-per-step",
-            "8",
-            "--group-size",
-            "6",
-            "--steps",
-            str(budget.igpo_steps),
-            "--updates",
-            "2",
-            "--lr",
-            "4e-4",
-            "--beta2",
-            "0.95",
-            "--warmup-steps",
-            "3",
-            *STEPS_FLAGS,
-            *AGENT,
-            *seed,
-        ],
-    )
-    rows = {
-        "random": evaluate(out, "random", start, budget.random_questions, seed),
-        "sft": evaluate(out, "sft", out / "sft" / "model", budget.questions, seed),
-        "igpo": evaluate(
-            out, "igpo", out / "igpo" / "model", budget.questions, seed, baseline="sft"
-        ),
-    }
-    summary = {
-        name: {key: row[key] for key in ("success", "success_ci", "greedy", "pass_at_4")}
-        for name, row in rows.items()
-    }
-    gain = rows["igpo"]["difference"]
-    seconds = json.loads((out / "seconds.json").read_text(encoding="utf-8"))
-    summary |= {
-        "paired_gain": gain["mean"],
-        "paired_gain_ci": [gain["low"], gain["high"]],
-        "questions": gain["questions"],
-    }
-    summary |= {
-        "seconds": sum(seconds.values()),
-        "seconds_by_stage": seconds,
-        "seed": cfg.seed,
-        "smoke": cfg.smoke,
-        "run": save_run(cfg, out),
-    }
-    write_json(out.parent / "summary.json", summary)
-    curve = [row for _, row in read_jsonl(out / "igpo" / "metrics.jsonl")]
-    write_svg_curve(
-        out.parent / "reward_curve.svg",
-        [row["step"] for row in curve],
-        [row["success"] for row in curve],
-        title="IGPO on the offline world: success of the rollouts of each step",
-        x_label="step",
-        y_label="success (exact match)",
-    )
-    tokenizer = ChatTokenizer(start)
-    # in the report, for its information gains and advantages
-    last_step = max((out / "igpo" / "rollouts").glob("step_?????.jsonl"))
-    runs = [
-        *(read_run(str(out / name), tokenizer) for name in ("eval_igpo", "eval_sft")),
-        Run("training", read_trajectories(last_step), tokenizer),
-    ]
-    write_report(
-        out.parent / "report.html",
-        "Venus on the offline world: IGPO against SFT",
-        runs,
-        baseline="eval_sft",
-    )
-    print_example(out, tokenizer)
+    for name, command in stages(cfg.seed, budget).items():
+        run_stage(out, name, command)
+        if name == "world":
+            random_model(out / "world" / "model", out / "random", cfg.seed)
+    rows = {name: read_figures(out, name) for name in ("random", "sft", "igpo")}
+    gain = rows["igpo"][0]["difference"]
+    seconds = json.loads((out / "seconds.json").read_bytes())
+    write_results(out, cfg, rows, seconds)
+    print_example(out, ChatTokenizer(out / "random"))
     print_table(rows, seconds)
     print(
         f"\nIGPO over SFT, paired by question: {100 * gain['mean']:+.1f} points "
@@ -236,127 +111,146 @@ def main(cfg: DemoConfig) -> None:
     )
 
 
-def stage(out: Path, name: str, command: list[str], done: Path | None = None) -> None:
-    """Run one command of the repository unless `done` is there, and add its seconds to
+def stages(seed: int, budget: Budget) -> dict[str, str]:
+    """Return {name: command} of the stages, in order. OUT stands for the directory of the results.
+
+    The experts of the long webs take 20 to 120 turns, so that resampling has something to do;
+    nothing is trained on them.
+    """
+    commands = {"world": f"-m venus.world build --out OUT/world --seed {seed} {budget.world}"}
+    for kind in ("train", "long"):
+        commands[f"clean {kind}"] = (
+            f"-m venus.clean --input OUT/world/raw/{kind}.jsonl --output OUT/clean_{kind} "
+            "--system-prompt short --tokenizer OUT/world/model --max-length 8192 --validation 0 "
+            f"--seed {seed}"
+        )
+    commands["sft"] = (
+        "train_sft.py --model OUT/world/model --init random --data OUT/clean_train/train.jsonl "
+        f"--output OUT/sft --epochs {budget.sft_epochs} --batch-size 8 --lr 2e-3 --beta2 0.98 "
+        "--warmup-ratio 0.03 --min-lr-ratio 0.05 --save-every 200 --log-every 50 --threads 1 "
+        f"{STEPS} --seed {seed}"
+    )
+    commands["igpo"] = (
+        "train_igpo.py --model OUT/sft/model --questions OUT/world/questions/train.jsonl "
+        f"--output OUT/igpo --questions-per-step 8 --group-size 6 --steps {budget.igpo_steps} "
+        f"--updates 2 --lr 4e-4 --beta2 0.95 --warmup-steps 3 {STEPS} {AGENT} --seed {seed}"
+    )
+    for name, model, num_questions in (
+        ("random", "random", budget.random_questions),
+        ("sft", "sft/model", budget.questions),
+        ("igpo", "igpo/model", budget.questions),
+    ):
+        test = (
+            f"eval.py --model OUT/{model} --questions OUT/world/questions/test.jsonl "
+            f"--num-questions {num_questions} {AGENT} --seed {seed} --output OUT/eval_{name}"
+        )
+        baseline = " --baseline OUT/eval_sft" if name == "igpo" else ""
+        commands[f"eval {name}"] = f"{test} --samples {SAMPLES}{baseline}"
+        commands[f"eval {name}, greedy"] = f"{test}_greedy --temperature 0"
+    return commands
+
+
+def run_stage(out: Path, name: str, command: str) -> None:
+    """Run one command of the repository unless it is DONE, and add its seconds to
     out/seconds.json. A failure ends the demo with its code.
     """
-    if done is not None and done.exists():
+    if name in DONE and (out / DONE[name]).exists():
         return
-    print(f"\n== {name}: python {' '.join(command)}", flush=True)
+    # word by word: the directory may have a space in its name
+    words = [word.replace("OUT", str(out)) for word in command.split()]
+    print(f"\n== {name}: python {' '.join(words)}", flush=True)
     started = time.monotonic()
-    code = subprocess.run([sys.executable, *command], cwd=ROOT, check=False).returncode
+    code = subprocess.run([sys.executable, *words], cwd=ROOT, check=False).returncode
     if code in (STOPPED, 130):
         raise KeyboardInterrupt
     if code:
         sys.exit(code)
     path = out / "seconds.json"
-    seconds = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    seconds = json.loads(path.read_bytes()) if path.exists() else {}
     write_json(path, seconds | {name: seconds.get(name, 0.0) + time.monotonic() - started})
 
 
-def clean(out: Path, name: str, seed: tuple[str, str]) -> Path:
-    """Clean the experts' raw trajectories of one kind; return the SFT rows."""
-    world, rows = out / "world", out / f"clean_{name}"
-    stage(
-        out,
-        f"clean {name}",
-        [
-            "-m",
-            "venus.clean",
-            "--input",
-            str(world / "raw" / f"{name}.jsonl"),
-            "--output",
-            str(rows),
-            "--system-prompt",
-            "short",
-            "--tokenizer",
-            str(world / "model"),
-            "--max-length",
-            "8192",
-            "--validation",
-            "0",
-            *seed,
-        ],
-        done=rows / "stats.json",
-    )
-    return rows / "train.jsonl"
-
-
-def random_model(source: Path, directory: Path, seed: int) -> Path:
-    """The untrained model, with the weights that SFT starts from."""
+def random_model(source: Path, directory: Path, seed: int) -> None:
+    """Write the untrained model, with the weights that SFT starts from."""
     model = Qwen3(Qwen3Config.read(source))
     model.init_weights(seed)
     save_model(model, directory)
     copy_tokenizer_files(source, directory)
-    return directory
 
 
-def evaluate(
-    out: Path,
-    name: str,
-    model: Path,
-    questions: int,
-    seed: tuple[str, str],
-    baseline: str | None = None,
-) -> dict:
-    """Test questions at temperature 1 with several samples, and greedily once; the
-    figures of the table.
-    """
-    shared = [
-        "eval.py",
-        "--model",
-        str(model),
-        "--questions",
-        str(out / "world" / "questions" / "test.jsonl"),
-        "--num-questions",
-        str(questions),
-        *AGENT,
-        *seed,
-    ]
-    sampled, greedy = (out / f"eval_{name}{suffix}" for suffix in ("", "_greedy"))
-    against = [] if baseline is None else ["--baseline", str(out / f"eval_{baseline}")]
-    stage(
-        out,
-        f"eval {name}",
-        [*shared, "--output", str(sampled), "--samples", str(SAMPLES), *against],
-    )
-    stage(out, f"eval {name}, greedy", [*shared, "--output", str(greedy), "--temperature", "0"])
-    at_one, at_zero = (
-        json.loads((path / "summary.json").read_text(encoding="utf-8"))
-        for path in (sampled, greedy)
-    )
-    return at_one | {
-        "success": at_one["success"]["mean"],
-        "success_ci": [at_one["success"]["low"], at_one["success"]["high"]],
-        "greedy": at_zero["success"]["mean"],
-        "greedy_ci": [at_zero["success"]["low"], at_zero["success"]["high"]],
-        "pass_at_4": at_one["pass_at"][str(SAMPLES)]["mean"],
+def read_figures(out: Path, name: str) -> list[dict]:
+    """Read the figures of a model at temperature 1 and of its greedy answers."""
+    files = (out / f"eval_{name}{suffix}" / "summary.json" for suffix in ("", "_greedy"))
+    return [json.loads(file.read_bytes()) for file in files]
+
+
+def write_results(out: Path, cfg: DemoConfig, rows: dict[str, list[dict]], seconds: dict) -> None:
+    """Write the RESULTS beside `out`."""
+    gain = rows["igpo"][0]["difference"]
+    summary = {
+        name: {
+            "success": sampled["success"]["mean"],
+            "success_ci": [sampled["success"]["low"], sampled["success"]["high"]],
+            "greedy": greedy["success"]["mean"],
+            "pass_at_4": sampled["pass_at"][str(SAMPLES)]["mean"],
+        }
+        for name, (sampled, greedy) in rows.items()
     }
+    summary |= {
+        "paired_gain": gain["mean"],
+        "paired_gain_ci": [gain["low"], gain["high"]],
+        "questions": gain["questions"],
+        "seconds": sum(seconds.values()),
+        "seconds_by_stage": seconds,
+        "seed": cfg.seed,
+        "smoke": cfg.smoke,
+        "run": save_run(cfg, out),
+    }
+    summary_file, curve_file, report_file = (out.parent / name for name in RESULTS)
+    write_json(summary_file, summary)
+    curve = [row for _, row in read_jsonl(out / "igpo" / "metrics.jsonl")]
+    write_svg_curve(
+        curve_file,
+        [row["step"] for row in curve],
+        [row["success"] for row in curve],
+        title="IGPO on the offline world: success of the rollouts of each step",
+        x_label="step",
+        y_label="success (exact match)",
+    )
+    tokenizer = ChatTokenizer(out / "random")
+    # in the report, for its information gains and advantages
+    last_step = max((out / "igpo" / "rollouts").glob("step_?????.jsonl"))
+    runs = [
+        *(read_run(str(out / name), tokenizer) for name in ("eval_igpo", "eval_sft")),
+        Run("training", read_trajectories(last_step), tokenizer),
+    ]
+    title = "Venus on the offline world: IGPO against SFT"
+    write_report(report_file, title, runs, baseline="eval_sft")
 
 
-def print_table(rows: dict[str, dict], seconds: dict[str, float]) -> None:
+def print_table(rows: dict[str, list[dict]], seconds: dict[str, float]) -> None:
     """A line per model."""
     print(
         f"\n{'':8}{'success T=1':>20}{'greedy':>20}{'pass@4':>8}{'turns':>7}{'browse':>8}"
         f"{'reliable':>10}{'format':>8}{'seconds':>9}"
     )
-    for name, row in rows.items():
+    for name, (sampled, greedy) in rows.items():
         success, greedy = (
-            (
-                f"{100 * row[key]:.1f} [{100 * row[f'{key}_ci'][0]:.1f}, "
-                f"{100 * row[f'{key}_ci'][1]:.1f}]"
-            )
-            for key in ("success", "greedy")
+            f"{100 * found['mean']:.1f} [{100 * found['low']:.1f}, {100 * found['high']:.1f}]"
+            for found in (sampled["success"], greedy["success"])
         )
-        browse = row["tool_use"]["overall"]["browse"]
-        reliable = row["reliable_share"]
-        valid = row["format_valid_share"]
-        cells = [
-            "-" if value is None else f"{100 * value:.0f} %" for value in (browse, reliable, valid)
-        ]
+        shares = (
+            sampled["tool_use"]["overall"]["browse"],
+            sampled["reliable_share"],
+            sampled["format_valid_share"],
+        )
+        browse, reliable, valid = (
+            "-" if share is None else f"{100 * share:.0f} %" for share in shares
+        )
         print(
-            f"{name:8}{success:>20}{greedy:>20}{100 * row['pass_at_4']:>8.1f}"
-            f"{row['turns']['mean']:>7.2f}{cells[0]:>8}{cells[1]:>10}{cells[2]:>8}"
+            f"{name:8}{success:>20}{greedy:>20}"
+            f"{100 * sampled['pass_at'][str(SAMPLES)]['mean']:>8.1f}"
+            f"{sampled['turns']['mean']:>7.2f}{browse:>8}{reliable:>10}{valid:>8}"
             f"{seconds.get(name, 0):>9.0f}"
         )
     print(

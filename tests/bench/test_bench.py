@@ -260,5 +260,5 @@ def test_an_unknown_command_is_one_line():
         [sys.executable, "-m", "venus.bench", "speed"], capture_output=True, text=True
     )
     assert result.returncode == 2 and re.fullmatch(
-        r"error: usage: python -m venus.bench ig\|decode.*\n", result.stderr
+        r"error: no command 'speed'; choose one of ig, decode, .*\n", result.stderr
     )

@@ -16,8 +16,9 @@ from chat_samples import (
     turns_of,
 )
 
-from venus.curation import formats
+from venus.cli import run_command
 from venus.curation.formats import from_messages, load_rows, to_messages
+from venus.data import COMMANDS
 from venus.protocol import assistant_text, format_answer, format_tool_call
 from venus.tokenizer import ChatTokenizer
 from venus.trajectory import Trajectory, Turn
@@ -65,13 +66,15 @@ def read_table(text):
 @needs_data
 @pytest.mark.parametrize("kind", ["sft", "rl"])
 def test_stats_prints_the_expected_figures_of_the_real_files(kind, capsys):
-    formats.main(
+    run_command(
+        COMMANDS,
+        "",
         [
             "stats",
             str(DATA / "trajectories" / kind),
             "--tokenizer",
             str(DATA / "qwen3" / "tokenizer.json"),
-        ]
+        ],
     )
     printed = read_table(capsys.readouterr().out)
     want = {
@@ -120,13 +123,17 @@ def test_the_command_prints_a_line_per_file_and_a_total(tmp_path):
         ),
         (
             ["stats", "rows.jsonl", "--tokeniser", "."],
-            "error: the following arguments are required: --tokenizer",
+            "error: unknown argument --tokeniser; did you mean --tokenizer?",
         ),
         (
             ["stats", "rows.jsonl", "--tokenizer", ".", "--fast"],
-            "error: unrecognized arguments: --fast",
+            "error: unknown argument --fast; ",
         ),
-        ([], "error: the following arguments are required: command"),
+        (["stats", "rows.jsonl"], "error: --tokenizer is required: "),
+        (["stats", "--tokenizer", "."], "error: --path is required: "),
+        (["questions", "--output", "q.jsonl"], "error: --paths is required: "),
+        (["count"], "error: no command 'count'; choose one of stats, questions"),
+        ([], "error: no command given; choose one of stats, questions"),
     ],
 )
 def test_bad_input_ends_in_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys, args, message):
@@ -134,7 +141,7 @@ def test_bad_input_ends_in_one_line_and_exit_code_2(tmp_path, monkeypatch, capsy
     (tmp_path / "rows.jsonl").write_text(json.dumps(row(FINAL)) + "\n" + json.dumps(row()) + "\n")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as exit_code:
-        formats.main(args)
+        run_command(COMMANDS, "", args)
     printed = capsys.readouterr()
     assert (
         exit_code.value.code == 2

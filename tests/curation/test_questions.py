@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from venus.curation import formats
+from venus.cli import run_command
+from venus.data import COMMANDS
 from venus.files import aliases_of, count_lines, decode, raw_rows, row_files, rows_of
 from venus.trajectory import read_questions
 
@@ -33,7 +34,7 @@ def convert(tmp_path, *rows, suffix=".jsonl"):
     source.write_text(
         "".join(json.dumps(row) + "\n" for row in rows) if suffix == ".jsonl" else json.dumps(rows)
     )
-    formats.main(["questions", str(source), "--output", str(tmp_path / "out.jsonl")])
+    run_command(COMMANDS, "", ["questions", str(source), "--output", str(tmp_path / "out.jsonl")])
     return read_questions(tmp_path / "out.jsonl")
 
 
@@ -66,8 +67,10 @@ def test_the_released_parquet_is_read(tmp_path):
 
     rows = [RELEASED, {**RELEASED, "reward_model": {"ground_truth": "Oslo", "style": "rule"}}]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "test.parquet")
-    formats.main(
-        ["questions", str(tmp_path / "test.parquet"), "--output", str(tmp_path / "out.jsonl")]
+    run_command(
+        COMMANDS,
+        "",
+        ["questions", str(tmp_path / "test.parquet"), "--output", str(tmp_path / "out.jsonl")],
     )
     assert [q.ground_truth for q in read_questions(tmp_path / "out.jsonl")] == [
         ("Rome", "Roma"),
@@ -78,7 +81,9 @@ def test_the_released_parquet_is_read(tmp_path):
 def test_a_corpus_path_stays_that_of_the_same_file(tmp_path):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "q.jsonl").write_text(json.dumps(OURS) + "\n")
-    formats.main(["questions", str(tmp_path / "in"), "--output", str(tmp_path / "out.jsonl")])
+    run_command(
+        COMMANDS, "", ["questions", str(tmp_path / "in"), "--output", str(tmp_path / "out.jsonl")]
+    )
     assert (
         Path(read_questions(tmp_path / "out.jsonl")[0].corpus)
         == tmp_path / "in" / "pages" / "c.jsonl"
@@ -87,8 +92,10 @@ def test_a_corpus_path_stays_that_of_the_same_file(tmp_path):
 
 def test_what_was_written_converts_to_itself(tmp_path):
     convert(tmp_path, REDSEARCHER, RELEASED, OURS)
-    formats.main(
-        ["questions", str(tmp_path / "out.jsonl"), "--output", str(tmp_path / "again.jsonl")]
+    run_command(
+        COMMANDS,
+        "",
+        ["questions", str(tmp_path / "out.jsonl"), "--output", str(tmp_path / "again.jsonl")],
     )
     assert (tmp_path / "again.jsonl").read_bytes() == (tmp_path / "out.jsonl").read_bytes()
 

@@ -193,7 +193,10 @@ def test_an_earlier_world_is_replaced_and_an_interrupted_build_removed(tmp_path)
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--out", "w", "--archive", "1.5"], "error: --archive 1.5: must be between 0 and 0.9\n"),
+        (
+            ["--out", "w", "--archive", "1.5"],
+            "error: --archive 1.5: must be at least 0 and at most 0.9\n",
+        ),
         (["--out", "w", "--dev-webs", "0"], "error: --dev-webs 0: must be at least 1\n"),
         (
             ["--out", "w", "--archiv", "0"],

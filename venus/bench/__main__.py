@@ -9,23 +9,19 @@
     python -m venus.bench gpu       training and decoding of a 4B-shaped model on a GPU (`gpu`)
     python -m venus.bench clean     the cleaning of trajectories, alone and against the bare
                                     tokenizer (`clean`)
-    python -m venus.bench world     the offline world's rollouts, against those of another commit
-                                    (`world`)
 
 Weights and ids are random: only shapes and lengths matter to the clock. The sides run in turn in
 one process, so that a noisy machine disturbs all of them alike. Sides that disagree are an error
 (exit code 1); a missed goal is printed and is none.
 """
 
-import sys
 from functools import partial
 
 from venus.bench.clean import CleanBenchConfig, clean
 from venus.bench.gpu import GpuConfig, gpu
 from venus.bench.inference import RELEASED, DecodeConfig, IgConfig, decode, ig
 from venus.bench.step import StepConfig, step
-from venus.bench.world import WorldConfig, world
-from venus.cli import run
+from venus.cli import run_command
 
 if __name__ == "__main__":
     commands = {
@@ -36,15 +32,7 @@ if __name__ == "__main__":
             StepConfig,
             "Time a training step and measure its memory.",
         ),
-        "clean": (clean, CleanBenchConfig, "Time the cleaning of rows."),
         "gpu": (gpu, GpuConfig, "Measure a 4B-shaped model."),
-        "world": (world, WorldConfig, "Time the offline world's rollouts."),
+        "clean": (clean, CleanBenchConfig, "Time the cleaning of rows."),
     }
-    if not commands.keys() & sys.argv[1:2]:
-        print(
-            "error: usage: python -m venus.bench ig|decode|step|gpu|clean|world; --help "
-            "after any lists its flags",
-            file=sys.stderr,
-        )
-        sys.exit(2)
-    run(*commands[sys.argv[1]], sys.argv[2:])
+    run_command(commands, "Time the claims of speed and check that the results agree.")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from venus.cli import option
+from venus.cli import Options, option
 from venus.curation.clean import CHUNK, CleanConfig, clean_chunk, load_tokenizer
 from venus.files import raw_rows, row_files, rows_of
 from venus.runlog import machine
@@ -28,20 +28,19 @@ print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
 
 
 @dataclass(frozen=True)
-class CleanBenchConfig:
+class CleanBenchConfig(Options):
     """What is cleaned."""
 
     data: str = option(help="rows that are tiled: a file or a directory")
     tokenizer: str | None = option(
-        None, help="tokenizer.json or a directory with it; without one, no lengths"
+        None,
+        group="measurement",
+        help="tokenizer.json or a directory with it; without one, no lengths",
     )
-    rows: int = option(2000, help="rows after tiling")
-    token_rows: int = option(160, help="rows of them that both sides of the comparison tokenise")
-
-    def validate(self) -> None:
-        """ValueError for too few rows."""
-        if min(self.rows, self.token_rows) < CHUNK:
-            raise ValueError(f"rows and token-rows must be at least {CHUNK}")
+    rows: int = option(2000, help="rows after tiling", least=CHUNK)
+    token_rows: int = option(
+        160, help="rows of them that both sides of the comparison tokenise", least=CHUNK
+    )
 
 
 def clean(cfg: CleanBenchConfig) -> None:
@@ -74,8 +73,8 @@ def clean(cfg: CleanBenchConfig) -> None:
             f"one process    {cfg.rows / cpu:8,.0f} rows/s {megabytes / cpu:7.1f} MB/s of "
             f"CPU time ({verdict(cfg.rows / cpu, 200)} rows/s)"
         )
-        peak, _ = run_command(quarter)
-        peak_of_all, wall = run_command(tiled)
+        peak, _ = run_clean(quarter)
+        peak_of_all, wall = run_clean(tiled)
         print(
             f"the command    {cfg.rows / wall:8,.0f} rows/s {megabytes / wall:7.1f} MB/s of "
             f"wall time, {os.cpu_count()} processes, all included"
@@ -88,7 +87,7 @@ def clean(cfg: CleanBenchConfig) -> None:
             compare_tokenizing(replace(plain, tokenizer=cfg.tokenizer), tiled, cfg.token_rows)
 
 
-def run_command(path: Path) -> tuple[float, float]:
+def run_clean(path: Path) -> tuple[float, float]:
     """Clean a file as a user does; return the peak memory of the largest
     process in MB, and seconds.
     """
@@ -129,7 +128,8 @@ def compare_tokenizing(cfg: CleanConfig, tiled: Path, num_rows: int) -> None:
         )
     )
     load_tokenizer(cfg.tokenizer)
-    rows, seconds, characters = islice(raw_rows(tiled), num_rows), [0.0, 0.0], 0
+    rows, seconds = islice(raw_rows(tiled), num_rows), [0.0, 0.0]
+    characters = 0
     for chunk in iter(lambda: list(islice(rows, CHUNK)), []):
         done = []
         seconds[0] += cpu_seconds(

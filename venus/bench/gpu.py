@@ -15,8 +15,9 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from torch import Tensor
 
-from venus.cli import option
+from venus.cli import Options, option
 from venus.model.attention import Layout
 from venus.model.costs import (
     BANDWIDTH,
@@ -28,7 +29,7 @@ from venus.model.costs import (
     training_memory,
 )
 from venus.model.qwen3 import QWEN3_4B, Qwen3, Qwen3Config, WeightedNLL, set_recompute
-from venus.rollout.sampler import Sampler, SamplingParams
+from venus.rollout.sampler import Generation, Sampler, SamplingParams
 from venus.runlog import machine
 from venus.train.backward import backward, with_weights
 from venus.train.batches import Document
@@ -63,10 +64,12 @@ GPU_SHAPES = {
 
 
 @dataclass(frozen=True)
-class GpuConfig:
+class GpuConfig(Options):
     """What is measured and where it goes."""
 
-    shape: str = option("4b", help="model and sizes", choices=tuple(GPU_SHAPES))
+    shape: str = option(
+        "4b", group="measurement", help="model and sizes", choices=tuple(GPU_SHAPES)
+    )
     json: str | None = option(None, help="file of the results")
 
 
@@ -167,11 +170,8 @@ def decode(shape: GpuShape, world: World, name: str) -> Iterator[dict]:
         gc.collect()  # wrapped modules refer to each other; a KV pool takes what is free
         torch.cuda.empty_cache()
     model = random_weights(shape.config, world.device, dtype).requires_grad_(False)
-    prompts_BS = torch.randint(
-        shape.config.vocab_size,
-        (shape.rows, shape.context),
-        generator=torch.Generator().manual_seed(0),
-    )
+    generator, size = torch.Generator().manual_seed(0), (shape.rows, shape.context)
+    prompts_BS = torch.randint(shape.config.vocab_size, size, generator=generator)
     for kernel in ("triton", "varlen") if is_cuda else ("torch",):
         sampler = Sampler(
             model,
@@ -182,31 +182,13 @@ def decode(shape: GpuShape, world: World, name: str) -> Iterator[dict]:
             decode_kernel=kernel,
             cuda_graph=is_cuda,
         )
-        for prompt in prompts_BS.tolist():
-            slot = sampler.open()
-            sampler.prefill(slot, prompt[:-1])
-            sampler.feed(slot, prompt[-1:], budget=shape.new_tokens, key=slot)
-        seconds, done = [], []
-        while sampler.rows:
-            started = synchronised(world.device)
-            done += sampler.step()
-            seconds.append(synchronised(world.device) - started)
-        assert sampler.num_decoded == shape.rows * len(seconds), (
-            f"{sampler.num_decoded} tokens in {len(seconds)} steps: rows waited"
-        )
+        done, seconds = time_decoding(sampler, prompts_BS, shape.new_tokens, world.device)
         step = median(seconds[WARM_UP:])
-        read = num_parameters(shape.config) * dtype.itemsize + shape.rows * kv_bytes(
-            shape.config, shape.context, is_cuda
-        )
+        weights_read = num_parameters(shape.config) * dtype.itemsize
+        read = weights_read + shape.rows * kv_bytes(shape.config, shape.context, is_cuda)
         limits = [read / bandwidth for gpu, bandwidth in BANDWIDTH.items() if gpu in name]
         first = min(done, key=lambda generation: generation.slot)
-        ids_1S = torch.tensor([[*prompts_BS[first.slot].tolist(), *first.ids]], device=world.device)
-        sampled_1S = torch.arange(1, ids_1S.shape[1], device=world.device)[None] >= shape.context
-        layout = Layout.documents([ids_1S.shape[1] - 1])  # as a trainer packs it
-        log_probs_1S = model.token_log_probs(
-            ids_1S[:, :-1], ids_1S[:, 1:], sampled_1S, layout=layout
-        )
-        gap = (log_probs_1S[sampled_1S].cpu() - torch.tensor(first.log_probs)).abs()
+        gap = trainer_gap(model, prompts_BS[first.slot].tolist(), first, world.device)
         yield {
             "part": "decode",
             "kernel": kernel,
@@ -218,3 +200,34 @@ def decode(shape: GpuShape, world: World, name: str) -> Iterator[dict]:
             "gap_mean": gap.mean().item(),
             "gap_max": gap.max().item(),
         }
+
+
+def time_decoding(
+    sampler: Sampler, prompts_BS: Tensor, new_tokens: int, device: torch.device
+) -> tuple[list[Generation], list[float]]:
+    """Decode all rows to the end; return what was sampled and the seconds of every step."""
+    for prompt in prompts_BS.tolist():
+        slot = sampler.open()
+        sampler.prefill(slot, prompt[:-1])
+        sampler.feed(slot, prompt[-1:], budget=new_tokens, key=slot)
+    done, seconds = [], []
+    while sampler.rows:
+        started = synchronised(device)
+        done += sampler.step()
+        seconds.append(synchronised(device) - started)
+    assert sampler.num_decoded == len(prompts_BS) * len(seconds), (
+        f"{sampler.num_decoded} tokens in {len(seconds)} steps: rows waited"
+    )
+    return done, seconds
+
+
+def trainer_gap(
+    model: Qwen3, prompt: list[int], generation: Generation, device: torch.device
+) -> Tensor:
+    """Return |log-prob when sampled - log-prob of a forward over the packed row| by token [L]."""
+    ids_1S = torch.tensor([[*prompt, *generation.ids]], device=device)
+    num_targets = ids_1S.shape[1] - 1
+    sampled_1S = torch.arange(1, num_targets + 1, device=device)[None] >= len(prompt)
+    layout = Layout.documents([num_targets])  # as a trainer packs it
+    log_probs_1S = model.token_log_probs(ids_1S[:, :-1], ids_1S[:, 1:], sampled_1S, layout=layout)
+    return (log_probs_1S[sampled_1S].cpu() - torch.tensor(generation.log_probs)).abs()

@@ -7,7 +7,8 @@ import importlib.util
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from statistics import median
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from venus.bench.share import print_share
-from venus.cli import option
+from venus.cli import Options, option
 from venus.curation.formats import from_messages, load_rows
 from venus.model.qwen3 import Qwen3, Qwen3Config
 from venus.model.weights import save_model
@@ -107,89 +108,83 @@ RELEASED = (
 
 
 @dataclass(frozen=True)
-class IgConfig:
+class IgConfig(Options):
     """Whose lengths are scored."""
 
     trajectory: str | None = option(
         None,
+        group="lengths",
         help="SFT row file whose first row gives the lengths; default: a released row of 49 turns",
     )
     tokenizer: str = option(
         "tokenizer.json", help="tokenizer file or a directory with it; read for --trajectory only"
     )
     share_rows: int = option(
-        4, help="trajectories of the step of which information gain's share is taken"
+        4,
+        group="share of a step",
+        help="trajectories of the step of which information gain's share is taken",
+        least=1,
     )
     share_turns: int = option(
-        8, help="turns of each of them, the first ones of the trajectory", unit="turns"
+        8,
+        help="turns of each of them, the first ones of the trajectory",
+        unit="turns",
+        least=1,
     )
-    seed: int = option(0, help="seed of weights and ids")
+    seed: int = option(0, group="run", help="seed of weights and ids", least=0)
 
 
 @dataclass(frozen=True)
-class DecodeConfig:
+class DecodeConfig(Options):
     """What each side decodes."""
 
-    shape: str = option("tiny", help="model shape", choices=tuple(SHAPES))
+    shape: str = option("tiny", group="sizes", help="model shape", choices=tuple(SHAPES))
     context: int | None = option(
         None,
         help="tokens of every prompt; default by shape: 1,024 for tiny, 512 for 0.6b",
         unit="tokens",
+        least=2,
     )
-    batch: int = option(16, help="rows decoded together", unit="rows")
+    batch: int = option(16, help="rows decoded together", unit="rows", least=1)
     new_tokens: int | None = option(
         None,
         help="tokens each row decodes; nothing stops it earlier; default by shape: 64, 256",
         unit="tokens",
+        least=2,
     )
     repeats: int | None = option(
-        None, help="timings of every side; default by shape: 5, 1", unit="runs"
+        None,
+        group="run",
+        help="timings of every side; default by shape: 5, 1",
+        unit="runs",
+        least=1,
     )
-    seed: int = option(0, help="seed of weights and prompts")
+    seed: int = option(0, help="seed of weights and prompts", least=0)
 
 
 def ig(cfg: IgConfig) -> None:
     """Score every cut of one trajectory on three sides; print agreement, seconds and tokens."""
-    prompt, turns, *others = (
-        lengths_of(cfg.trajectory, cfg.tokenizer) if cfg.trajectory else RELEASED
-    )
+    lengths = lengths_of(cfg.trajectory, cfg.tokenizer) if cfg.trajectory else RELEASED
+    prompt, turns, *others = lengths
     cuts = list(accumulate([prompt, *map(sum, turns[:-1])]))
     generator = torch.Generator().manual_seed(cfg.seed)
     trunk, prefix, answer = (
         torch.randint(IG_SHAPE.vocab_size, (length,), generator=generator).tolist()
         for length in (cuts[-1], *others)
     )
-    model, item = random_model(IG_SHAPE, cfg.seed), Cuts(trunk, cuts, prefix, answer)
+    model = random_model(IG_SHAPE, cfg.seed)
     print(
         f"{len(turns)} turns, {len(cuts)} cuts (after the question and every turn but the "
         f"last), {cuts[-1]:,} tokens before the last cut"
     )
-    sides = {
-        "packed": lambda: score_ground_truth(model, [item])[0],
-        "cache reuse": lambda: score_cached(model, item),
-        "uncached": lambda: score_uncached(model, item),
-    }
-    values, seconds, counts, processed = {}, {name: [] for name in sides}, {}, []
-    model.model.embed_tokens.register_forward_hook(
-        lambda _module, args, _output: processed.append(args[0].numel())
-    )
-    for name in ("packed", "cache reuse", "packed", "uncached", "packed"):
-        start = time.perf_counter()
-        values[name] = sides[name]()
-        seconds[name].append(time.perf_counter() - start)
-        counts[name] = sum(processed)
-        processed.clear()
-    wanted = torch.tensor(values["uncached"], dtype=torch.float64)
-    errors = {
-        name: (torch.tensor(values[name], dtype=torch.float64) - wanted).abs().max().item()
-        for name in sides
-    }
-    for name in sides:
+    values, seconds, counts = score_sides(model, Cuts(trunk, cuts, prefix, answer))
+    wanted = values["uncached"]
+    errors = {name: (found - wanted).abs().max().item() for name, found in values.items()}
+    for name, error in errors.items():
+        spent = median(seconds[name])
         print(
-            f"{name:<12}{median(seconds[name]):8.2f} s "
-            f"{median(seconds[name]) / median(seconds['packed']):6.1f} x packed "
-            f"{counts[name]:11,} tokens"
-            f"   max |difference| from uncached {errors[name]:.1e} nats"
+            f"{name:<12}{spent:8.2f} s {spent / median(seconds['packed']):6.1f} x packed "
+            f"{counts[name]:11,} tokens   max |difference| from uncached {error:.1e} nats"
         )
     print_speedup(
         f"values of {wanted.min():.4f} to {wanted.max():.4f} nats; packed over uncached",
@@ -203,15 +198,35 @@ def ig(cfg: IgConfig) -> None:
             f"{IG_TOLERANCE}"
         )
     tiny = random_model(SHAPES["tiny"], cfg.seed)
-    print_share(
-        tiny,
-        prompt,
-        turns[: cfg.share_turns],
-        *others,
-        rows=cfg.share_rows,
-        seed=cfg.seed,
-        tolerance=IG_TOLERANCE,
+    lengths = prompt, turns[: cfg.share_turns], *others
+    print_share(tiny, *lengths, rows=cfg.share_rows, seed=cfg.seed, tolerance=IG_TOLERANCE)
+
+
+def score_sides(
+    model: Qwen3, item: Cuts
+) -> tuple[dict[str, Tensor], dict[str, list[float]], dict[str, int]]:
+    """Score on every side, packed before, between and after the others. Returns the values in
+    float64, the seconds of every run and the tokens of one, by side.
+    """
+    sides = {
+        "packed": lambda: score_ground_truth(model, [item])[0],
+        "cache reuse": lambda: score_cached(model, item),
+        "uncached": lambda: score_uncached(model, item),
+    }
+    values, counts = {}, {}
+    seconds = {name: [] for name in sides}
+    processed = []
+    model.model.embed_tokens.register_forward_hook(
+        lambda _module, args, _output: processed.append(args[0].numel())
     )
+    for name in ("packed", "cache reuse", "packed", "uncached", "packed"):
+        start = time.perf_counter()
+        found = sides[name]()
+        seconds[name].append(time.perf_counter() - start)
+        values[name] = torch.tensor(found, dtype=torch.float64)
+        counts[name] = sum(processed)
+        processed.clear()
+    return values, seconds, counts
 
 
 def lengths_of(trajectory: str, tokenizer: str) -> tuple:
@@ -252,24 +267,32 @@ def random_model(config: Qwen3Config, seed: int) -> Qwen3:
     return model
 
 
+@dataclass
+class Times:
+    """Seconds of every run of a side: until the first token, until the last, of the CPU."""
+
+    first: list[float] = field(default_factory=list)
+    total: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+
+    @property
+    def after_first(self) -> list[float]:
+        return [total - first for total, first in zip(self.total, self.first, strict=True)]
+
+
 def decode(cfg: DecodeConfig) -> None:
     """Decode the same rows greedily on every side; print tokens/s, ratios and
     whether the ids agree.
     """
+    given = (cfg.context, cfg.new_tokens, cfg.repeats)
     context, num_new, repeats = (
-        d if c is None else c
-        for c, d in zip(
-            (cfg.context, cfg.new_tokens, cfg.repeats), DECODE_SIZES[cfg.shape], strict=True
-        )
+        default if value is None else value
+        for value, default in zip(given, DECODE_SIZES[cfg.shape], strict=True)
     )
-    if min(context, num_new) < 2 or min(cfg.batch, repeats) < 1:
-        raise ValueError("context and new-tokens must be at least 2, batch and repeats at least 1")
     model = random_model(SHAPES[cfg.shape], cfg.seed)
-    prompts_BS = torch.randint(
-        model.config.vocab_size,
-        (cfg.batch, context),
-        generator=torch.Generator().manual_seed(cfg.seed),
-    )
+    generator = torch.Generator().manual_seed(cfg.seed)
+    size = (cfg.batch, context)
+    prompts_BS = torch.randint(model.config.vocab_size, size, generator=generator)
     num_common = context - max(1, context // 64)
     prompts_BS[:, :num_common] = prompts_BS[0, :num_common]  # as in the rollouts of one question
     print(
@@ -287,63 +310,65 @@ def decode(cfg: DecodeConfig) -> None:
         )
     if importlib.util.find_spec("transformers"):
         sides["transformers"] = transformers_side(model, prompts_BS, num_new)
-    # seconds until the first token, until the last, of the CPU
-    ids, (first, total, cpu) = {}, ({name: [] for name in sides} for _ in range(3))
+    ids, times = time_decoding(sides, repeats)
+    for name, spent in times.items():
+        count, total = ids[name].shape[1], median(spent.total)
+        print(
+            f"{name:<16}{count:4} tokens a row in {total:7.3f} s, the first after "
+            f"{median(spent.first):.3f} s {cfg.batch * count / total:9,.0f} tokens/s"
+        )
+    print_ratios(times, num_new)
+    check_ids(model, prompts_BS, ids)
+
+
+def time_decoding(
+    sides: Mapping[str, Callable[[], tuple[Tensor, float]]], repeats: int
+) -> tuple[dict[str, Tensor], dict[str, Times]]:
+    """Run the sides in turn; return the ids and the times of each."""
+    ids, times = {}, {name: Times() for name in sides}
     for name, side in list(sides.items()) * repeats:
         started, cpu_started = time.perf_counter(), time.process_time()
         ids[name], at_first = side()
-        first[name].append(at_first - started)
-        total[name].append(time.perf_counter() - started)
-        cpu[name].append(time.process_time() - cpu_started)
-    for name in sides:
-        count = ids[name].shape[1]
-        print(
-            f"{name:<16}{count:4} tokens a row in {median(total[name]):7.3f} s, the first "
-            f"after {median(first[name]):.3f} s "
-            f"{cfg.batch * count / median(total[name]):9,.0f} tokens/s"
-        )
-    after_first = {
-        name: [t - f for t, f in zip(total[name], first[name], strict=True)] for name in sides
-    }
-    if "uncached" in sides:
-        print_speedup(
-            "sampler over uncached, per token",
-            [t / num_new for t in total["sampler"]],
-            total["uncached"],
-            goal=10,
-        )
-    if "transformers" in sides:
-        print_speedup(
-            "sampler, forked over transformers generate",
-            total["sampler, forked"],
-            total["transformers"],
-            goal=2,
-        )
-        print_speedup(
-            "the same in CPU seconds, which a busy machine stretches less",
-            cpu["sampler, forked"],
-            cpu["transformers"],
-        )
-        # not forked, rows start apart
-        print_speedup(
-            "sampler, forked, after the first token",
-            after_first["sampler, forked"],
-            after_first["transformers"],
-        )
-        print_speedup("sampler over transformers generate", total["sampler"], total["transformers"])
-    else:
+        times[name].first.append(at_first - started)
+        times[name].total.append(time.perf_counter() - started)
+        times[name].cpu.append(time.process_time() - cpu_started)
+    return ids, times
+
+
+def print_ratios(times: Mapping[str, Times], num_new: int) -> None:
+    """Print how much faster the sampler is than the sides that are there."""
+    plain, forked = times["sampler"], times["sampler, forked"]
+    if "uncached" in times:
+        per_token = [seconds / num_new for seconds in plain.total]
+        name = "sampler over uncached, per token"
+        print_speedup(name, per_token, times["uncached"].total, goal=10)
+    if "transformers" not in times:
         print("transformers is not installed: no comparison with its generate")
-    best = model.logits(
-        model(torch.cat([prompts_BS, ids["sampler"]], dim=1))[:, context - 1 : -1].flatten(0, 1)
-    ).topk(2)
-    ids["one forward over all"] = best.indices[:, 0].view_as(ids["sampler"])
+        return
+    theirs = times["transformers"]
+    name = "sampler, forked over transformers generate"
+    print_speedup(name, forked.total, theirs.total, goal=2)
+    name = "the same in CPU seconds, which a busy machine stretches less"
+    print_speedup(name, forked.cpu, theirs.cpu)
+    # not forked, rows start apart
+    name = "sampler, forked, after the first token"
+    print_speedup(name, forked.after_first, theirs.after_first)
+    print_speedup("sampler over transformers generate", plain.total, theirs.total)
+
+
+def check_ids(model: Qwen3, prompts_BS: Tensor, ids: dict[str, Tensor]) -> None:
+    """Compare the ids of every side, and the best ones of a forward pass over all, with those of
+    'sampler'; exit 1 when they differ.
+    """
+    ids_BL = ids["sampler"]
+    hidden_BSD = model(torch.cat([prompts_BS, ids_BL], dim=1))
+    best = model.logits(hidden_BSD[:, prompts_BS.shape[1] - 1 : -1].flatten(0, 1)).topk(2)
+    ids = ids | {"one forward over all": best.indices[:, 0].view_as(ids_BL)}
     gap = (
         f"the two best logits are {-best.values.diff(dim=1).max():.1e} apart at the closest of "
-        f"{ids['sampler'].numel()} calls"
+        f"{ids_BL.numel()} calls"
     )
-    wrong = [
-        name for name in ids if not torch.equal(ids[name], ids["sampler"][:, : ids[name].shape[1]])
-    ]
+    wrong = [name for name, found in ids.items() if not found.equal(ids_BL[:, : found.shape[1]])]
     if wrong:
         sys.exit(f"error: greedy ids of 'sampler' are not those of {wrong}; {gap}")
     print(f"greedy ids are equal: {'; '.join(ids)}; {gap}")
@@ -420,7 +445,5 @@ def print_speedup(
     and whether it is large enough.
     """
     speedup = median(b / a for a, b in zip(ours, theirs, strict=True))
-    print(
-        f"{name}: {speedup:.2f}x"
-        + (f" (goal {goal}x: {'met' if speedup >= goal else 'missed'})" if goal else "")
-    )
+    reached = f" (goal {goal}x: {'met' if speedup >= goal else 'missed'})" if goal else ""
+    print(f"{name}: {speedup:.2f}x{reached}")

@@ -41,63 +41,61 @@ def print_share(
     the question and after every turn but the last.
     """
     generator = torch.Generator().manual_seed(seed)
-    texts = [
-        [
-            torch.randint(model.config.vocab_size, (n,), generator=generator).tolist()
-            for n in (prompt, *(o for _, o in turns))
-        ]
-        for _ in range(rows)
-    ]
-    prefix_ids, answer_ids = (
-        torch.randint(model.config.vocab_size, (length,), generator=generator).tolist()
-        for length in (prefix, answer)
-    )
+
+    def draw(length):
+        return torch.randint(model.config.vocab_size, (length,), generator=generator).tolist()
+
+    observations = [observation for _, observation in turns]
+    texts = [[draw(length) for length in (prompt, *observations)] for _ in range(rows)]
+    scored_ids = draw(prefix), draw(answer)
     cuts = list(accumulate([prompt, *map(sum, turns[:-1])]))
     seconds: dict[str, list[float]] = {
         name: [] for name in ("rollout", "gain at rollout", "packed gain", "update")
     }
     for _ in range(REPEATS):
         documents, _, plain_steps, _ = roll_out(model, texts, turns, None)
-        scored, at_rollout, steps, is_scoring = roll_out(
-            model, texts, turns, (prefix_ids, answer_ids)
-        )
+        scored, at_rollout, steps, is_scoring = roll_out(model, texts, turns, scored_ids)
         seconds["rollout"].append(sum(plain_steps))
-        # the same steps but for the answers in some, and only those are compared: over all of them,
-        # noise would hide what is looked for
-        pairs = zip(plain_steps, steps, is_scoring, strict=True)
-        seconds["gain at rollout"].append(
-            sum(with_answers - plain for plain, with_answers, scores in pairs if scores)
-        )
-        packed = timed(
-            seconds["packed gain"],
-            score_ground_truth,
-            model,
-            [Cuts(d.ids, cuts, prefix_ids, answer_ids) for d in scored],
-        )
+        seconds["gain at rollout"].append(extra_seconds(plain_steps, steps, is_scoring))
+        items = [Cuts(document.ids, cuts, *scored_ids) for document in scored]
+        packed = timed(seconds["packed gain"], score_ground_truth, model, items)
         timed(seconds["update"], update, model, with_weights(scored, "sequence"))
     if [d.ids for d in documents] != [d.ids for d in scored]:
         sys.exit("error: scoring during the rollout changed the ids that were sampled")
+    print_parts(
+        f"an IGPO step of {rows} trajectories, {len(turns)} turns, {len(scored[0].ids):,} tokens",
+        {name: median(values) for name, values in seconds.items()},
+    )
     error = (torch.tensor(at_rollout) - torch.tensor(packed)).abs().max().item()
-    rollout, rollout_gain, packed_gain, update_seconds = (
-        median(values) for values in seconds.values()
-    )
-    print(
-        f"an IGPO step of {rows} trajectories, {len(turns)} turns, {len(scored[0].ids):,} "
-        f"tokens; CPU seconds: rollout {rollout:.2f}, "
-        f"update {update_seconds:.2f}"
-    )
-    for name, gain in (("packed", packed_gain), ("at rollout", rollout_gain)):
-        share = gain / (rollout + gain + update_seconds)
-        goal = (
-            f" (goal 5 %: {'met' if share <= 0.05 else 'missed'})" if name == "at rollout" else ""
-        )
-        print(f"information gain, {name:<11}{gain:7.2f} s {100 * share:5.1f} % of the step{goal}")
     print(f"max |difference| {error:.1e} nats")
     if not error <= tolerance:
         sys.exit(
             f"error: values at rollout time differ from packed ones by {error} nats, more "
             f"than {tolerance}"
         )
+
+
+def extra_seconds(plain: list[float], steps: list[float], is_scoring: list[bool]) -> float:
+    """Sum how much longer the steps took that scored. They are those of `plain` but for the answers
+    in some, and only these are compared: over all of them, noise would hide what is looked for.
+    """
+    pairs = zip(plain, steps, is_scoring, strict=True)
+    return sum(scored - without for without, scored, scores in pairs if scores)
+
+
+def print_parts(title: str, seconds: dict[str, float]) -> None:
+    """Print the seconds of rollout and update, and the share of information gain in their step."""
+    rollout, update = seconds["rollout"], seconds["update"]
+    print(f"{title}; CPU seconds: rollout {rollout:.2f}, update {update:.2f}")
+    for name, gain in (
+        ("packed", seconds["packed gain"]),
+        ("at rollout", seconds["gain at rollout"]),
+    ):
+        share = gain / (rollout + gain + update)
+        goal = ""
+        if name == "at rollout":
+            goal = f" (goal 5 %: {'met' if share <= 0.05 else 'missed'})"
+        print(f"information gain, {name:<11}{gain:7.2f} s {100 * share:5.1f} % of the step{goal}")
 
 
 def timed(seconds: list[float], part, *args):
@@ -122,23 +120,18 @@ def roll_out(
     Returns trajectories, values, the CPU seconds of every step of the sampler
     and whether it scored.
     """
-    capacity = (
-        sum(map(len, texts[0]))
-        + sum(turn for turn, _ in turns)
-        + (len(scored[0]) + len(scored[1]) if scored else 0)
-    )
+    capacity = sum(map(len, texts[0])) + sum(turn for turn, _ in turns)
+    capacity += sum(map(len, scored or ()))
     sampler = Sampler(model, SamplingParams(()), num_slots=len(texts), capacity=capacity)
-    (ids, masks, values), seconds, is_scoring = ([[] for _ in texts] for _ in range(3)), [], []
+    ids, masks, values = ([[] for _ in texts] for _ in range(3))
+    seconds, is_scoring = [], []
 
     def feed(slot: int, text: list[int], number: int) -> None:
-        last, ids[slot], masks[slot] = (
-            ids[slot][-1:],
-            ids[slot] + text,
-            masks[slot] + [0.0] * len(text),
-        )
-        sampler.feed(
-            slot, last + text, budget=turns[number][0], key=noise_key("share", slot, number)
-        )
+        fed = ids[slot][-1:] + text
+        ids[slot] += text
+        masks[slot] += [0.0] * len(text)
+        key = noise_key("share", slot, number)
+        sampler.feed(slot, fed, budget=turns[number][0], key=key)
         if scored:
             sampler.score(slot, scored[0], [scored[1]], values[slot].extend)
 
@@ -156,12 +149,8 @@ def roll_out(
             number[slot] += 1
             if number[slot] < len(turns):
                 feed(slot, texts[slot][number[slot]], number[slot])
-    return (
-        [Document(row, {"mask": mask}) for row, mask in zip(ids, masks, strict=True)],
-        values,
-        seconds,
-        is_scoring,
-    )
+    documents = [Document(row, {"mask": mask}) for row, mask in zip(ids, masks, strict=True)]
+    return documents, values, seconds, is_scoring
 
 
 def update(model: Qwen3, documents: list[Document]) -> None:

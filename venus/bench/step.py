@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from venus.cli import option
+from venus.cli import Options, option
 from venus.curation.formats import encode_rows
 from venus.model.qwen3 import RECOMPUTE, Qwen3, Qwen3Config, WeightedNLL, set_recompute
 from venus.model.weights import load_model, save_model
@@ -29,6 +29,7 @@ from venus.runlog import machine
 from venus.tokenizer import ChatTokenizer
 from venus.train.backward import with_weights
 from venus.train.batches import Document, pack
+from venus.trajectory import span_mask
 
 # the real vocabulary: where a small model's memory goes
 STEP_SHAPE = Qwen3Config(151_936, 256, 768, 4, 4, 2, 64, 1e-6, 5e6, 262_144, True, "float32")
@@ -38,26 +39,24 @@ TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
-class StepConfig:
+class StepConfig(Options):
     """What is trained on."""
 
     data: str | None = option(
         None,
+        group="rows",
         help="SFT rows, the first two of which are taken; default: random ids with a released "
         "row's turns",
     )
     tokenizer: str = option(
         "tokenizer.json", help="tokenizer file or a directory with it; read for --data only"
     )
-    length: int = option(4096, help="both rows are cut to this length", unit="tokens")
-    recompute: str = option("off", help="what our side does about activations", choices=RECOMPUTE)
-    repeats: int = option(2, help="processes of every side", unit="runs")
-    seed: int = option(0, help="seed of weights and ids")
-
-    def validate(self) -> None:
-        """ValueError for sizes without a meaning."""
-        if self.length < 2 or self.repeats < 1:
-            raise ValueError("length must be at least 2 and repeats at least 1")
+    length: int = option(4096, help="both rows are cut to this length", unit="tokens", least=2)
+    recompute: str = option(
+        "off", group="run", help="what our side does about activations", choices=RECOMPUTE
+    )
+    repeats: int = option(2, help="processes of every side", unit="runs", least=1)
+    seed: int = option(0, help="seed of weights and ids", least=0)
 
 
 def step(cfg: StepConfig, released_turns: tuple[int, tuple[tuple[int, int], ...]]) -> None:
@@ -69,13 +68,8 @@ def step(cfg: StepConfig, released_turns: tuple[int, tuple[tuple[int, int], ...]
     )
     model = Qwen3(STEP_SHAPE)
     model.init_weights(cfg.seed)
-    tokens, trained = (
-        sum(map(len, parts))
-        for parts in (
-            [d.ids for d in documents],
-            [d.per_token["mask"].nonzero() for d in documents],
-        )
-    )
+    tokens = sum(len(d.ids) for d in documents)
+    trained = sum(int(d.per_token["mask"].sum()) for d in documents)
     print(f"{machine()}; {torch.get_num_threads()} threads")
     print(
         f"random Qwen3, {sum(p.numel() for p in model.parameters()):,} parameters, fp32; "
@@ -138,30 +132,26 @@ def real_rows(cfg: StepConfig) -> list[Document]:
     """The first two rows, cut; ValueError when there are fewer or one has no loss so early."""
     documents = []
     for _, encoded in encode_rows(cfg.data, ChatTokenizer(cfg.tokenizer)):
-        mask = torch.zeros(len(encoded.ids))
-        for start, end in encoded.spans:
-            mask[start:end] = 1
-        documents.append(Document(encoded.ids[: cfg.length], {"mask": mask[: cfg.length]}))
+        documents.append(cut_row(cfg, encoded.ids, encoded.spans))
         if len(documents) == 2:
             return documents
     raise ValueError(f"{cfg.data}: {len(documents)} rows; two are needed")
 
 
+def cut_row(cfg: StepConfig, ids: list[int], spans: list[tuple[int, int]]) -> Document:
+    """A row of at most `length` tokens with loss on the spans."""
+    mask = torch.tensor(span_mask(spans, len(ids)), dtype=torch.float32)
+    return Document(ids[: cfg.length], {"mask": mask[: cfg.length]})
+
+
 def random_rows(cfg: StepConfig, prompt: int, turns: tuple[tuple[int, int], ...]) -> list[Document]:
     """Two rows of random ids with loss on the turns."""
-    mask = torch.zeros(prompt + sum(map(sum, turns)))
+    starts = accumulate([prompt, *map(sum, turns)])
+    spans = [(start, start + turn) for start, (turn, _) in zip(starts, turns, strict=False)]
     generator = torch.Generator().manual_seed(cfg.seed)
-    for (turn, observation), stop in zip(turns, accumulate(map(sum, turns)), strict=True):
-        end = prompt + stop - observation
-        mask[end - turn : end] = 1
-    mask = mask[: cfg.length]
-    return [
-        Document(
-            torch.randint(STEP_SHAPE.vocab_size, (len(mask),), generator=generator).tolist(),
-            {"mask": mask},
-        )
-        for _ in range(2)
-    ]
+    size = (min(prompt + sum(map(sum, turns)), cfg.length),)
+    ids = (torch.randint(STEP_SHAPE.vocab_size, size, generator=generator) for _ in range(2))
+    return [cut_row(cfg, row.tolist(), spans) for row in ids]
 
 
 # ---- in a process of its own

@@ -8,7 +8,7 @@ stable reason and the number of the assistant turn.
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from venus import protocol
@@ -51,14 +51,14 @@ class Step:
 
 @dataclass
 class Conversation:
-    """question, gt as the row gives it (None = unlabelled), the assistant turns in order, and the
-    observations that nothing had asked for.
+    """The question, the assistant turns in order, of each observation that nothing had asked for
+    the turn before it, and gt as the row gives it (None = unlabelled).
     """
 
     question: str
-    gt: str | list[str] | None
     steps: list[Step]
     orphans: list[int]
+    gt: str | list[str] | None = None
 
 
 def align(row: dict) -> Conversation:
@@ -66,38 +66,25 @@ def align(row: dict) -> Conversation:
     RefusedError says why not.
     """
     meta = row["meta"] if isinstance(row.get("meta"), dict) else {}
-    asked = next(
-        (
-            text
-            for text in (meta.get("question"), row.get("question"))
-            if isinstance(text, str) and text.strip()
-        ),
-        None,
-    )
-    gt = next(
-        (
-            value
-            for value in (meta.get("answer"), row.get("gt"), row.get("answer"))
-            if aliases_of(value)
-        ),
-        None,
-    )
-    first, steps, orphans = _read_messages(row["messages"])
-    if asked is not None and _sound(asked).split() != first.split():
+    asked = (meta.get("question"), row.get("question"))
+    asked = next((text for text in asked if isinstance(text, str) and text.strip()), None)
+    gt = next(filter(aliases_of, (meta.get("answer"), row.get("gt"), row.get("answer"))), None)
+    conversation = _read_messages(row["messages"])
+    if asked is not None and _sound(asked).split() != conversation.question.split():
         raise RefusedError("question_mismatch")
-    for step in steps:
-        _align_turn(step, final=step is steps[-1])
+    for step in conversation.steps:
+        _align_turn(step, final=step is conversation.steps[-1])
         if step.action.kind in ARGUMENTS and step.body is not None:
             step.body, step.status = convert(step.action.kind, step.action.arguments, step.body)
-    gt = [_sound(text) for text in gt] if isinstance(gt, list) else gt if gt is None else _sound(gt)
-    return Conversation(first, gt, steps, orphans)
+    if gt is not None:
+        conversation.gt = [*map(_sound, gt)] if isinstance(gt, list) else _sound(gt)
+    return conversation
 
 
-def _read_messages(messages: Iterable[object]) -> tuple[str, list[Step], list[int]]:
-    """Return the question, the assistant turns with their observations, and for each orphan
-    observation the turn before it.
-    """
-    question, steps, orphans = None, [], []
+def _read_messages(messages: Sequence[object]) -> Conversation:
+    """Find the question, the assistant turns and their observations."""
+    question = None
+    steps, orphans = [], []
     for message in messages:
         turn = len(steps) - 1 if steps else None
         if not isinstance(message, dict) or not isinstance(message.get("content"), str):
@@ -121,7 +108,7 @@ def _read_messages(messages: Iterable[object]) -> tuple[str, list[Step], list[in
         raise RefusedError("no_question" if question is None else "no_turns")
     if messages[-1].get("role") != "assistant":
         raise RefusedError("ends_with_user", len(steps) - 1)
-    return question, steps, orphans
+    return Conversation(question, steps, orphans)
 
 
 def _observe(step: Step, role: str, content: str, orphans: list[int]) -> None:
@@ -144,17 +131,9 @@ def _align_turn(step: Step, *, final: bool) -> None:
     already stays byte for byte.
     """
     calls = [_load(text) for text in CALL.findall(step.content)]
-    step.tools = tuple(
-        _sound(call["name"]).strip()
-        for call in calls
-        if isinstance(call, dict) and isinstance(call.get("name"), str)
-    )
-    if (
-        len(calls)
-        == step.content.count(protocol.CALL_OPEN)
-        == step.content.count(protocol.CALL_CLOSE)
-        == 1
-    ):
+    step.tools = tuple(name for name in map(_name, calls) if name is not None)
+    opened, closed = map(step.content.count, (protocol.CALL_OPEN, protocol.CALL_CLOSE))
+    if len(calls) == opened == closed == 1:
         normal = _normal_call(calls[0])
         if normal and (text := protocol.format_tool_call(*normal)) not in step.content:
             step.content = CALL.sub(lambda _: text, step.content)
@@ -176,27 +155,24 @@ def _without_stray_tags(content: str, *, final: bool) -> str | None:
     if protocol.CALL_OPEN in rest:
         return thoughts + closed + rest
     answer = protocol.extract_prediction(content) if final else None
-    outside = SUMMARY.sub(
-        "",
-        rest[: rest.find(protocol.ANSWER_OPEN)]
-        + rest[rest.rfind(protocol.ANSWER_CLOSE) + len(protocol.ANSWER_CLOSE) :],
-    )
-    return (
-        None
-        if answer is None or outside.strip()
-        else f"{thoughts}{closed}\n\n{protocol.format_answer(SUMMARY.sub('', answer).strip())}"
-    )
+    before = rest[: rest.find(protocol.ANSWER_OPEN)]
+    after = rest[rest.rfind(protocol.ANSWER_CLOSE) + len(protocol.ANSWER_CLOSE) :]
+    if answer is None or SUMMARY.sub("", before + after).strip():
+        return None
+    return f"{thoughts}{closed}\n\n{protocol.format_answer(SUMMARY.sub('', answer).strip())}"
+
+
+def _name(call: object) -> str | None:
+    """Return the name of the tool that a call names."""
+    name = call.get("name") if isinstance(call, dict) else None
+    return _sound(name).strip() if isinstance(name, str) else None
 
 
 def _normal_call(call: object) -> tuple[str, dict] | None:
     """Read a search or visit call with any known alias of its arguments: `queries`, `urls`, a
     string or a JSON string for a list, goals.
     """
-    name = (
-        call.get("name").strip().lower()
-        if isinstance(call, dict) and isinstance(call.get("name"), str)
-        else ""
-    )
+    name = (_name(call) or "").lower()
     arguments = _unpack(call.get("arguments"), dict) if name in ARGUMENTS else None
     if not isinstance(arguments, dict):
         return None
@@ -205,13 +181,14 @@ def _normal_call(call: object) -> tuple[str, dict] | None:
     values = [values] if isinstance(values, str) else values
     goal = _unpack(arguments.get("goal", "" if name == "search" else None), list)
     goals = [goal] if isinstance(goal, str) else goal
-    if not all(
-        isinstance(texts, list) and all(isinstance(text, str) for text in texts)
-        for texts in (values, goals)
-    ):
+    if not (isinstance(values, list) and isinstance(goals, list)):
+        return None
+    if not all(isinstance(text, str) for text in (*values, *goals)):
         return None
     normal = {key: [_sound(value) for value in values]}
-    return (name, normal if name == "search" else {**normal, "goal": _sound("; ".join(goals))})
+    if name == "visit":
+        normal["goal"] = _sound("; ".join(goals))
+    return name, normal
 
 
 def _load(text: str) -> object:
@@ -227,16 +204,11 @@ def _load(text: str) -> object:
 
 def _unpack(value: object, kind: type) -> object:
     """Parse a string that holds a JSON list of strings, or an object; any other value stays."""
-    loaded = (
-        _load(value)
-        if isinstance(value, str) and value.lstrip().startswith("[" if kind is list else "{")
-        else None
-    )
-    return (
-        loaded
-        if isinstance(loaded, kind) and loaded and all(isinstance(item, str) for item in loaded)
-        else value
-    )
+    if not isinstance(value, str) or not value.lstrip().startswith({list: "[", dict: "{"}[kind]):
+        return value
+    loaded = _load(value)
+    is_one = isinstance(loaded, kind) and loaded and all(isinstance(item, str) for item in loaded)
+    return loaded if is_one else value
 
 
 def _sound(text: str) -> str:

@@ -33,11 +33,11 @@ from pathlib import Path
 from tqdm import tqdm
 
 from venus import protocol
-from venus.cli import option
+from venus.cli import Options, option
 from venus.curation.align import RefusedError, Step, align
 from venus.curation.pipeline import STATE, Journal, in_order
 from venus.curation.prune import Account, drop, keep_valid, prune
-from venus.files import aliases_of, count_lines, decode, raw_rows, row_files
+from venus.files import aliases_of, count_lines, decode, raw_rows, row_files, write_json
 from venus.grading.judge import Case, Judge, open_judge, parse_judge
 from venus.grading.verdicts import PROMPTS, Verdict
 from venus.runlog import save_run
@@ -61,8 +61,9 @@ CHUNK = 16  # rows that a worker gets at a time
 
 
 @dataclass(frozen=True)
-class CleanConfig:
-    # files
+class CleanConfig(Options):
+    """What is cleaned, and how."""
+
     input: tuple[str, ...] = option(
         help="raw trajectories: .json, .jsonl and .parquet files and directories of them"
     )
@@ -70,43 +71,49 @@ class CleanConfig:
         help="directory to write: train.jsonl, validation.jsonl, removed.jsonl, "
         "judge_errors.jsonl, stats.json, run.json"
     )
-    # 1 alignment
-    system_prompt: str = option("full", help="system prompt of the rows", choices=("full", "short"))
+    system_prompt: str = option(
+        "full",
+        group="1 alignment",
+        help="system prompt of the rows",
+        choices=("full", "short"),
+    )
     date: str | None = option(None, help="date in the system prompt, such as 2026-03-01")
-    # 2 pruning
     disallowed: str = option(
         "drop-turn",
+        group="2 pruning",
         help="what goes with another tool than search and visit",
         choices=("drop-turn", "drop-trajectory"),
     )
     goal_in_signature: bool = option(
         False, help="a visit to the same page with another goal is no duplicate"
     )
-    # length
     tokenizer: str | None = option(
         None,
+        group="length",
         help="tokenizer.json or a directory with it; without one, lengths are neither counted nor "
         "limited",
     )
-    max_length: int = option(200_000, help="longest row kept", unit="tokens")
+    max_length: int = option(200_000, help="longest row kept", unit="tokens", least=1)
     overlong: str = option(
         "drop",
         help="longer rows: drop, or cut the last turns before the answer",
         choices=("drop", "cut"),
     )
-    # 3 correctness
     judge: str = option(
         "match",
+        group="3 correctness",
         help="openai:BASE_URL:MODEL (key: JUDGE_API_KEY or OPENAI_API_KEY), match (offline: "
         "equal, or contained), em (equal) or none",
     )
-    judge_calls: int = option(16, help="judge calls under way at once")
+    judge_calls: int = option(16, help="judge calls under way at once", least=1)
     verdicts: str | None = option(
         None, help="file of the cached verdicts (absent: OUTPUT.verdicts.jsonl)"
     )
-    # 4 resampling and split
     turn_limits: tuple[int, ...] = option(
-        (50, 100), help="most turns of each bucket but the last", unit="turns"
+        (50, 100),
+        group="4 resampling and split",
+        help="most turns of each bucket but the last",
+        unit="turns",
     )
     copies: tuple[int, ...] = option(
         (1, 2, 5), help="how often a row of each bucket stands in an epoch"
@@ -115,15 +122,20 @@ class CleanConfig:
         False, help="write the copies into train.jsonl, in as many passes, instead of a weight"
     )
     validation: float = option(
-        0.02, help="share of the questions that go to validation.jsonl, once each"
+        0.02,
+        help="share of the questions that go to validation.jsonl, once each",
+        least=0,
+        below=1,
     )
-    seed: int = option(0, help="seed of the split")
-    # run
-    workers: int = option(0, help="processes; 0: one per core")
+    seed: int = option(0, help="seed of the split", least=0)
+    workers: int = option(0, group="run", help="processes; 0: one per core", least=0)
 
     def validate(self) -> None:
-        """ValueError for settings that fit no data."""
+        """ValueError for settings that fit no data or each other."""
+        super().validate()
         parse_judge(self.judge)
+        if not self.input:
+            raise ValueError("--input: give a file or a directory")
         if (
             len(self.copies) != len(self.turn_limits) + 1
             or sorted(set(self.turn_limits)) != list(self.turn_limits)
@@ -132,16 +144,6 @@ class CleanConfig:
             raise ValueError(
                 f"turn_limits {self.turn_limits} must rise, and copies {self.copies} be one "
                 "more, each at least 1"
-            )
-        if (
-            not self.input
-            or not 0 <= self.validation < 1
-            or self.workers < 0
-            or min(self.judge_calls, self.max_length) < 1
-        ):
-            raise ValueError(
-                "need an input, 0 <= validation < 1, workers >= 0, and judge_calls and "
-                "max_length of at least 1"
             )
 
 
@@ -175,22 +177,18 @@ def clean_row(cfg: CleanConfig, where: str, row: object) -> Account:
         aliases = tuple(aliases_of(conversation.gt))
         if cfg.judge != "none" and not aliases:
             raise RefusedError("no_ground_truth")
-        steps = measure(cfg, conversation.question, steps, account) if cfg.tokenizer else steps
+        if cfg.tokenizer:
+            steps = measure(cfg, conversation.question, steps, account)
         account.reach("fitting", len(steps))
     except RefusedError as refusal:
         account.lose("row", refusal.turn, refusal.reason)
         return account
-    clean = {
-        "question": conversation.question,
-        "gt": conversation.gt,
-        "messages": to_messages(cfg, conversation.question, steps),
-    }
-    resample(cfg, account, clean, len(steps), row["copy"] if type(row.get("copy")) is int else None)
-    account.case = (
-        None
-        if cfg.judge == "none"
-        else Case(conversation.question, aliases, steps[-1].action.answer)
-    )
+    question = conversation.question
+    messages = to_messages(cfg, question, steps)
+    clean = {"question": question, "gt": conversation.gt, "messages": messages}
+    resample(cfg, account, clean, len(steps), row.get("copy"))
+    if cfg.judge != "none":
+        account.case = Case(question, aliases, steps[-1].action.answer)
     return account
 
 
@@ -214,16 +212,13 @@ def to_messages(cfg: CleanConfig, question: str, steps: Sequence[Step]) -> list[
         {"role": "user", "content": question},
     ]
     for step in steps:
-        bodies = [
-            protocol.observation_text(body) for body in (step.body, step.notice) if body is not None
-        ]
         responses = "\n".join(
-            protocol.RESPONSE_OPEN + body + protocol.RESPONSE_CLOSE for body in bodies
+            protocol.RESPONSE_OPEN + protocol.observation_text(body) + protocol.RESPONSE_CLOSE
+            for body in (step.body, step.notice)
+            if body is not None
         )
-        messages += [
-            {"role": "assistant", "content": step.content},
-            {"role": "user", "content": responses},
-        ]
+        messages.append({"role": "assistant", "content": step.content})
+        messages.append({"role": "user", "content": responses})
     return messages[:-1]
 
 
@@ -241,48 +236,41 @@ def measure(cfg: CleanConfig, question: str, steps: list[Step], account: Account
         fitting = [k for k in range(1, len(steps)) if spans[k][0] + answer <= cfg.max_length]
         if cfg.overlong == "drop" or not fitting:
             raise RefusedError("overlong")
-        num_tokens = spans[fitting[-1]][0] + answer
-        kept, cut = steps[: fitting[-1]], steps[fitting[-1] : -1]
-        for step in cut:
+        last = fitting[-1]
+        num_tokens = spans[last][0] + answer
+        for step in steps[last:-1]:
             drop(step, (), account, "overlong")
-        steps, spans = [*kept, steps[-1]], [*spans[: len(kept)], spans[-1]]
-    account.kept_counts.update(
-        {"tokens/all": num_tokens, "tokens/loss": sum(end - start for start, end in spans)}
-    )
+        steps, spans = [*steps[:last], steps[-1]], [*spans[:last], spans[-1]]
+    num_loss = sum(end - start for start, end in spans)
+    account.kept_counts.update({"tokens/all": num_tokens, "tokens/loss": num_loss})
     return steps
 
 
-def resample(
-    cfg: CleanConfig, account: Account, row: dict, num_turns: int, copy: int | None
-) -> None:
+def resample(cfg: CleanConfig, account: Account, row: dict, num_turns: int, copy: object) -> None:
     """Note the lines of a row that has passed all but the judge, and its weight, in place. A copy
-    made by an earlier run stays one copy.
+    made by an earlier run (`copy` is its number) stays one copy.
     """
     digest = hashlib.sha256(f"{cfg.seed}\n{row['question']}".encode()).digest()
     split = "validation" if int.from_bytes(digest[:8]) < cfg.validation * 2**64 else "train"
     bucket = bisect_left(cfg.turn_limits, num_turns)
-    weight = 1 if split == "validation" or copy is not None else cfg.copies[bucket]
-    if cfg.materialise and split == "train" and copy is None:
-        account.lines = [
-            (COPIES.format(k) if k else "train.jsonl", _line({**row, "copy": k}))
-            for k in range(weight)
-        ]
+    is_copy = type(copy) is int
+    weight = 1 if split == "validation" or is_copy else cfg.copies[bucket]
+    if cfg.materialise and split == "train" and not is_copy:
+        names = ["train.jsonl", *map(COPIES.format, range(1, weight))]
+        account.lines = [(name, _line({**row, "copy": k})) for k, name in enumerate(names)]
     else:
-        account.lines = [
-            (
-                f"{split}.jsonl",
-                _line({**row, **({"weight": weight} if copy is None else {"copy": copy})}),
-            )
-        ]
+        row = {**row, "copy": copy} if is_copy else {**row, "weight": weight}
+        account.lines = [(f"{split}.jsonl", _line(row))]
     account.kept_counts.update(
         {
             "rows/correct": 1,
             "turns/correct": num_turns,
             f"{split}/rows": 1,
             f"{split}/instances": weight,
+            f"buckets_before/{bucket}": 1,
+            f"buckets_after/{bucket}": weight,
         }
     )
-    account.kept_counts.update({f"buckets_before/{bucket}": 1, f"buckets_after/{bucket}": weight})
 
 
 def _line(obj: dict) -> str:
@@ -295,11 +283,9 @@ def main(cfg: CleanConfig, keys: Keys) -> None:
     """
     out, partial = Path(cfg.output), Path(f"{cfg.output}.partial")
     files = [file for path in cfg.input for file in row_files(path)]
-    settings = {
-        name: value
-        for name, value in asdict(cfg).items()
-        if name not in ("output", "workers", "judge_calls", "verdicts")
-    }
+    settings = asdict(cfg)
+    for name in ("output", "workers", "judge_calls", "verdicts"):
+        del settings[name]  # they change no row
     settings["files"] = [
         [str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files
     ]
@@ -321,7 +307,7 @@ def main(cfg: CleanConfig, keys: Keys) -> None:
     for name in copies:
         with open(partial / "train.jsonl", "ab") as train, open(partial / name, "rb") as more:
             shutil.copyfileobj(more, train)
-    (partial / "stats.json").write_text(json.dumps(stats, indent=2) + "\n", encoding="utf-8")
+    write_json(partial / "stats.json", stats)
     save_run(cfg, partial, judge=stats["judge"], files=settings["files"], rows=stats["rows"])
     for name in (STATE, *copies):
         (partial / name).unlink()
@@ -337,16 +323,9 @@ def clean_files(cfg: CleanConfig, files: Sequence[Path], judge: Judge, journal: 
     """
     rows = islice(chain.from_iterable(map(raw_rows, files)), journal.done, None)
     chunks = iter(lambda: list(islice(rows, CHUNK)), [])
-    with tqdm(
-        desc="clean",
-        unit="row",
-        total=sum(map(count_lines, files)),
-        initial=journal.done,
-        disable=None,
-    ) as bar:
-        for chunk in in_order(
-            functools.partial(clean_chunk, cfg), chunks, cfg.workers or os.cpu_count() or 1
-        ):
+    total, num_workers = sum(map(count_lines, files)), cfg.workers or os.cpu_count() or 1
+    with tqdm(desc="clean", unit="row", total=total, initial=journal.done, disable=None) as bar:
+        for chunk in in_order(functools.partial(clean_chunk, cfg), chunks, num_workers):
             verdicts = iter(judge([account.case for account in chunk if account.case]))
             for account in chunk:
                 record(journal, account, next(verdicts) if account.case else None)
@@ -359,23 +338,18 @@ def clean_files(cfg: CleanConfig, files: Sequence[Path], judge: Judge, journal: 
 def record(journal: Journal, account: Account, verdict: Verdict | None) -> None:
     """Step 3: write a row where its verdict (None: not judged) sends it, and what went."""
     if verdict is not None and verdict.verdict != "correct":
-        failed = verdict.verdict == "error"
-        account.lose(
-            "row",
-            None,
-            "judge_error" if failed else "incorrect",
-            **({"error": verdict.error} if failed else {}),
-        )
-        account.lines = (
-            [("judge_errors.jsonl", line) for _, line in account.lines[:1]] if failed else []
-        )
+        if verdict.verdict == "error":
+            account.lose("row", None, "judge_error", error=verdict.error)
+            account.lines = [("judge_errors.jsonl", account.lines[0][1])]
+        else:
+            account.lose("row", None, "incorrect")
+            account.lines = []
         account.kept_counts.clear()
     journal.counts.update(account.counts + account.kept_counts)
-    for name, line in (
-        *account.lines,
-        *(("removed.jsonl", _line(removed)) for removed in account.removed),
-    ):
+    for name, line in account.lines:
         journal.write(name, line)
+    for removed in account.removed:
+        journal.write("removed.jsonl", _line(removed))
 
 
 def summary(cfg: CleanConfig, journal: Journal) -> dict:
@@ -390,14 +364,17 @@ def summary(cfg: CleanConfig, journal: Journal) -> dict:
         == journal.counts["rows/correct"] + sum(tables.get("dropped_rows", {}).values())
     )
     limits = cfg.turn_limits
-    labels = [f"{low + 1}-{high}" for low, high in zip((0, *limits), limits, strict=False)] + [
-        f">{limits[-1]}" if limits else "all"
-    ]
+    labels = [f"{low + 1}-{high}" for low, high in zip((0, *limits), limits, strict=False)]
+    labels.append(f">{limits[-1]}" if limits else "all")
     buckets = {
         when: {label: journal.counts[f"buckets_{when}/{k}"] for k, label in enumerate(labels)}
         for when in ("before", "after")
     }
-    endpoint = parse_judge(cfg.judge)
+    judge = {"name": cfg.judge}
+    if endpoint := parse_judge(cfg.judge):
+        base_url, model = endpoint
+        prompt_hash = PROMPTS["browsecomp"].hash
+        judge = dict(name="openai", base_url=base_url, model=model, prompt_hash=prompt_hash)
     return {
         "rows": {step: journal.counts[f"rows/{step}"] for step in STEPS},
         "turns": {step: journal.counts[f"turns/{step}"] for step in STEPS},
@@ -406,14 +383,7 @@ def summary(cfg: CleanConfig, journal: Journal) -> dict:
         "train": tables.get("train", {"rows": 0, "instances": 0}),
         "validation": tables.get("validation", {"rows": 0, "instances": 0}),
         "tokens": tables.get("tokens") if cfg.tokenizer else None,
-        "judge": {"name": cfg.judge}
-        if endpoint is None
-        else {
-            "name": "openai",
-            "base_url": endpoint[0],
-            "model": endpoint[1],
-            "prompt_hash": PROMPTS["browsecomp"].hash,
-        },
+        "judge": judge,
         "seconds": journal.seconds,
     }
 
@@ -424,24 +394,17 @@ def print_table(stats: dict) -> None:
     for step in STEPS:
         print(f"{step:12}{stats['rows'][step]:12,}{stats['turns'][step]:12,}")
     for name in LOSSES:
-        print(
-            f"{name.replace('_', ' ')}: "
-            + (", ".join(f"{reason} {count:,}" for reason, count in stats[name].items()) or "none")
-        )
+        losses = ", ".join(f"{reason} {count:,}" for reason, count in stats[name].items())
+        print(f"{name.replace('_', ' ')}: {losses or 'none'}")
     for when, buckets in stats["turn_buckets"].items():
-        print(
-            f"rows by turns {when} resampling: "
-            + ", ".join(f"{label}: {count:,}" for label, count in buckets.items())
-        )
-    tokens = stats["tokens"] and (
-        f"{stats['tokens'].get('all', 0):,} tokens, {stats['tokens'].get('loss', 0):,} of "
-        "them loss tokens"
-    )
+        rows = ", ".join(f"{label}: {count:,}" for label, count in buckets.items())
+        print(f"rows by turns {when} resampling: {rows}")
+    train, validation = stats["train"], stats["validation"]
+    tokens = "tokens not counted"
+    if counts := stats["tokens"]:
+        tokens = f"{counts['all']:,} tokens, {counts['loss']:,} of them loss tokens"
     print(
-        f"train {stats['train']['rows']:,} rows, {stats['train']['instances']:,} an epoch; "
-        f"validation {stats['validation']['rows']:,} rows"
+        f"train {train['rows']:,} rows, {train['instances']:,} an epoch; "
+        f"validation {validation['rows']:,} rows"
     )
-    print(
-        f"{tokens or 'tokens not counted'}; judge {stats['judge']['name']}; "
-        f"{stats['seconds']:.1f} s"
-    )
+    print(f"{tokens}; judge {stats['judge']['name']}; {stats['seconds']:.1f} s")

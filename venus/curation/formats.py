@@ -7,17 +7,17 @@ and question sets of others in our form.
         {problem, answer}, the released RL schema or our JSONL -> our JSONL
 """
 
-import argparse
 import glob
 import hashlib
 import os
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 from venus import protocol
+from venus.cli import Options, option
 from venus.files import aliases_of, row_files, rows_of, write_jsonl
 from venus.tokenizer import ChatTokenizer, Encoded
 from venus.trajectory import Outcome, Question, Trajectory, Turn
@@ -31,10 +31,8 @@ def _checked(where: str, row: object) -> dict:
     """
     if not isinstance(row, dict) or not isinstance(row.get("messages"), list):
         raise ValueError(f"{where}: not an SFT row: no list 'messages'")
-    asked = [
-        m.get("content") for m in row["messages"] if isinstance(m, dict) and m.get("role") == "user"
-    ]
-    row = {"question": asked[0] if asked else None, "gt": None, **row}
+    messages = (m for m in row["messages"] if isinstance(m, dict) and m.get("role") == "user")
+    row = {"question": next(messages, {}).get("content"), "gt": None, **row}
     weight = row.get("weight", 1.0)
     if not isinstance(row["question"], str) or not isinstance(row["gt"], str | list | None):
         raise ValueError(f"{where}: question must be a string and gt a string or a list of strings")
@@ -78,38 +76,12 @@ def from_messages(row: dict, tokenizer: ChatTokenizer) -> Trajectory:
     # the first observation: [system,] question, turn, observation
     first = len(row["messages"]) - 2 * len(texts) + 2
     observations = [message["content"] for message in row["messages"][first::2]]
-    turns, seen = [], set()
-    for k, (start, end) in enumerate(encoded.spans):
-        action = protocol.parse_action(texts[k])
-        calls = action.kind in ("search", "visit")
-        body = (
-            (protocol.split_observation(observations[k]) or [""])[0]
-            if k < len(observations)
-            else ""
-        )
-        status = "timeout" if calls and protocol.is_timeout(body) else None
-        duplicate = calls and protocol.call_signature(action) in seen
-        seen |= {protocol.call_signature(action)} if calls and status is None else set()
-        # what follows the last turn was never appended
-        obs_end = encoded.spans[k + 1][0] if k + 1 < len(encoded.spans) else end
-        turns.append(
-            Turn(
-                start,
-                end,
-                obs_end,
-                action.kind,
-                status,
-                action.arguments,
-                duplicate=duplicate,
-                format_ok=action.format_ok,
-            )
-        )
     prediction = protocol.extract_prediction(texts[-1])
     gt = row.get("gt") or []
-    question_id = hashlib.sha256(row["question"].encode("utf-8", "surrogatepass")).hexdigest()[:12]
+    digest = hashlib.sha256(row["question"].encode("utf-8", "surrogatepass")).hexdigest()
     return Trajectory(
         run="released",
-        question_id=question_id,
+        question_id=digest[:12],
         sample=row.get("sample_idx", 0),
         seed=0,
         question=row["question"],
@@ -117,13 +89,38 @@ def from_messages(row: dict, tokenizer: ChatTokenizer) -> Trajectory:
         prompt_len=encoded.prompt_len,
         token_ids=encoded.ids[: encoded.spans[-1][1]],
         log_probs=[],
-        turns=turns,
+        turns=_turns(encoded.spans, texts, [*observations, ""]),
         prediction=prediction,
         outcome=Outcome(None, "ok"),
         stop_reason="answered" if prediction else "no_answer",
         seconds={"model": 0.0, "tool": 0.0},
         manifest={"source": "released"},
     )
+
+
+def _turns(
+    spans: Sequence[tuple[int, int]], texts: Sequence[str], observations: Sequence[str]
+) -> list[Turn]:
+    """Make the turns of a row, as many as there are spans, texts and observations. A call is a
+    duplicate when it was made before and did not time out.
+    """
+    turns, seen = [], set()
+    obs_ends = [*(start for start, _ in spans[1:]), spans[-1][1]]  # nothing follows the last turn
+    rows = zip(spans, obs_ends, texts, observations, strict=True)
+    for (start, end), obs_end, text, observation in rows:
+        action = protocol.parse_action(text)
+        status, duplicate = None, False
+        if action.kind in ("search", "visit"):
+            body, *_ = protocol.split_observation(observation) or [""]
+            signature = protocol.call_signature(action)
+            duplicate = signature in seen
+            if protocol.is_timeout(body):
+                status = "timeout"
+            else:
+                seen.add(signature)
+        call = action.kind, status, action.arguments, duplicate
+        turns.append(Turn(start, end, obs_end, *call, format_ok=action.format_ok))
+    return turns
 
 
 # How DR-Venus's and Tongyi's runners name the end of a rollout. "No answer found after 2h30mins",
@@ -159,21 +156,22 @@ def read_rollouts(paths: Sequence[str], tokenizer: ChatTokenizer) -> list[Trajec
     know.
     """
     trajectories, counts = [], Counter()
-    found = [Path(name) for path in paths for name in (sorted(glob.glob(str(path))) or [path])]
-    found = [
-        path / "trajectories.jsonl" if (path / "trajectories.jsonl").is_file() else path
-        for path in found
-    ]
-    for file in (file for path in found for file in row_files(path)):
-        for where, row in rows_of(file):
-            if isinstance(row, dict) and "schema" in row:
-                trajectories.append(Trajectory.from_json(row, where))
-            else:
-                trajectory = _converted(row, where, tokenizer)
-                sample = row.get("sample_idx", counts[trajectory.question_id])
-                counts[trajectory.question_id] += 1
-                trajectories.append(replace(trajectory, sample=sample))
+    names = [name for path in paths for name in sorted(glob.glob(str(path))) or [path]]
+    for where, row in (found for name in names for found in _rollouts_of(Path(name))):
+        if isinstance(row, dict) and "schema" in row:
+            trajectories.append(Trajectory.from_json(row, where))
+        else:
+            trajectory = _converted(row, where, tokenizer)
+            sample = row.get("sample_idx", counts[trajectory.question_id])
+            counts[trajectory.question_id] += 1
+            trajectories.append(replace(trajectory, sample=sample))
     return trajectories
+
+
+def _rollouts_of(path: Path) -> Iterator[tuple[str, object]]:
+    evaluation = path / "trajectories.jsonl"
+    for file in row_files(evaluation if evaluation.is_file() else path):
+        yield from rows_of(file)
 
 
 def _converted(row: object, where: str, tokenizer: ChatTokenizer) -> Trajectory:
@@ -181,43 +179,42 @@ def _converted(row: object, where: str, tokenizer: ChatTokenizer) -> Trajectory:
     the end is theirs where they name one.
     """
     if isinstance(row, dict):
-        row = {"gt": aliases_of(row.get("answer")), **row} | (
-            {"messages": []} if row.get("messages", ...) is None else {}
-        )
+        row = {"gt": aliases_of(row.get("answer")), **row}
+        if row.get("messages", ()) is None:
+            row["messages"] = []
     row = _checked(where, row)
-    said = row.get("termination")
-    roles = [
-        message.get("role") if isinstance(message, dict) else None for message in row["messages"]
-    ]
-    reason = (
-        "time_limit" if str(said).startswith("No answer found after") else TERMINATIONS.get(said)
-    )
-    if said is not None and reason is None:
-        raise ValueError(f"{where}: termination {said!r} is none of {', '.join(TERMINATIONS)}")
-    reason = (
-        "model_error"
-        if row.get("error")
-        else "straggler"
-        if row.get("finished") is False
-        else reason
-    )
-    unstarted = "assistant" not in roles
-    # stands in where none was made, for the prompt before it
-    turn = {"role": "assistant", "content": protocol.THINK_OPEN}
-    messages = (
-        [{"role": "user", "content": row["question"]}, turn]
-        if unstarted
-        else row["messages"][: len(roles) - roles[::-1].index("assistant")]
-    )
+    stop_reason = _stop_reason(row, where)
+    roles = [m.get("role") if isinstance(m, dict) else None for m in row["messages"]]
     try:
-        made = from_messages({**row, "messages": messages}, tokenizer)
-        changes = {"turns": [], "token_ids": made.token_ids[: made.prompt_len]} if unstarted else {}
-        reason = reason or made.stop_reason
-        return replace(
-            made, stop_reason=reason, outcome=Outcome(None, ENDED_BY.get(reason, "ok")), **changes
-        )
+        if "assistant" in roles:
+            end = len(roles) - roles[::-1].index("assistant")
+            made = from_messages({**row, "messages": row["messages"][:end]}, tokenizer)
+        else:
+            # a turn stands in where none was made, for the prompt before it
+            question = {"role": "user", "content": row["question"]}
+            turn = {"role": "assistant", "content": protocol.THINK_OPEN}
+            made = from_messages({**row, "messages": [question, turn]}, tokenizer)
+            made = replace(made, turns=[], token_ids=made.token_ids[: made.prompt_len])
+        stop_reason = stop_reason or made.stop_reason
+        outcome = Outcome(None, ENDED_BY.get(stop_reason, "ok"))
+        return replace(made, stop_reason=stop_reason, outcome=outcome)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
+
+
+def _stop_reason(row: dict, where: str) -> str | None:
+    """Translate the end that another runner names; None where it names none."""
+    termination = row.get("termination")
+    late = str(termination).startswith("No answer found after")
+    if termination is not None and not late and termination not in TERMINATIONS:
+        raise ValueError(
+            f"{where}: termination {termination!r} is none of {', '.join(TERMINATIONS)}"
+        )
+    if row.get("error"):
+        return "model_error"
+    if row.get("finished") is False:
+        return "straggler"
+    return "time_limit" if late else TERMINATIONS.get(termination)
 
 
 def to_messages(trajectory: Trajectory, tokenizer: ChatTokenizer) -> dict:
@@ -228,18 +225,11 @@ def to_messages(trajectory: Trajectory, tokenizer: ChatTokenizer) -> dict:
     messages = _read_messages(ids[: trajectory.prompt_len], tokenizer)
     for turn in trajectory.turns:
         end = turn.end - (ids[turn.end - 1] == tokenizer.im_end_id)
-        messages.append(
-            {
-                "role": "assistant",
-                "content": f"{protocol.THINK_OPEN}\n{tokenizer.decode(ids[turn.start : end])}",
-            }
-        )
+        text = f"{protocol.THINK_OPEN}\n{tokenizer.decode(ids[turn.start : end])}"
+        messages.append({"role": "assistant", "content": text})
         messages += _read_messages(ids[turn.end : turn.obs_end], tokenizer)
-    gt = (
-        trajectory.ground_truth[0]
-        if len(trajectory.ground_truth) == 1
-        else list(trajectory.ground_truth)
-    )
+    gt = list(trajectory.ground_truth)
+    gt = gt[0] if len(gt) == 1 else gt
     return {"question": trajectory.question, "gt": gt, "messages": messages}
 
 
@@ -247,47 +237,29 @@ def _read_messages(ids: list[int], tokenizer: ChatTokenizer) -> list[dict]:
     """Decode the system and user messages in prompt or glue ids; <|im_start|> delimits, since no
     text of others holds its id.
     """
-    starts = [k for k, i in enumerate(ids) if i == tokenizer.im_start_id] + [len(ids)]
-    texts = [
-        tokenizer.decode(ids[a + 1 : b]).partition("\n")
-        for a, b in zip(starts, starts[1:], strict=False)
-    ]
-    texts = [
-        (role, text.removesuffix("\n").removesuffix(protocol.IM_END)) for role, _, text in texts
-    ]
-    return [{"role": role, "content": text} for role, text in texts if role != "assistant"]
+    starts = [k for k, i in enumerate(ids) if i == tokenizer.im_start_id]
+    messages = []
+    for start, end in pairwise([*starts, len(ids)]):
+        role, _, text = tokenizer.decode(ids[start + 1 : end]).partition("\n")
+        if role != "assistant":
+            text = text.removesuffix("\n").removesuffix(protocol.IM_END)
+            messages.append({"role": role, "content": text})
+    return messages
 
 
-def count_file(file: Path, tokenizer: ChatTokenizer) -> Counter[str]:
-    """Return the COLUMNS of one file; ValueError names file and line of a bad row."""
-    totals = Counter()
-    for row, encoded in encode_rows(file, tokenizer):
-        kinds = Counter(
-            protocol.parse_action(m["content"]).kind
-            for m in row["messages"]
-            if m["role"] == "assistant"
-        )
-        totals.update(
-            {
-                "rows": 1,
-                "turns": kinds.total(),
-                "searches": kinds["search"],
-                "visits": kinds["visit"],
-            }
-        )
-        totals.update(
-            {
-                "tokens": len(encoded.ids),
-                "loss tokens": sum(end - start for start, end in encoded.spans),
-            }
-        )
-        totals["strict-valid"] += kinds.total() - kinds["malformed"]
-    return totals
+@dataclass(frozen=True)
+class StatsConfig(Options):
+    """Which rows are counted."""
+
+    path: str = option(
+        help=".json, .jsonl or .parquet file of SFT rows, or a directory of them", positional=True
+    )
+    tokenizer: str = option(help="tokenizer.json or a directory with it")
 
 
-def stats(path: str, tokenizer_path: str) -> None:
-    """Print the COLUMNS of every file under `path` and their sum."""
-    files, tokenizer = row_files(path), ChatTokenizer(tokenizer_path)
+def stats(cfg: StatsConfig) -> None:
+    """Print the COLUMNS of every file and their sum."""
+    files, tokenizer = row_files(cfg.path), ChatTokenizer(cfg.tokenizer)
     width = max(len(file.name) for file in files) + 2
     print("file".ljust(width) + "".join(name.rjust(14) for name in COLUMNS))
     totals = Counter()
@@ -296,6 +268,20 @@ def stats(path: str, tokenizer_path: str) -> None:
         totals.update(counts)
         print(file.name.ljust(width) + "".join(f"{counts[name]:14,}" for name in COLUMNS))
     print("total".ljust(width) + "".join(f"{totals[name]:14,}" for name in COLUMNS))
+
+
+def count_file(file: Path, tokenizer: ChatTokenizer) -> Counter[str]:
+    """Return the COLUMNS of one file; ValueError names file and line of a bad row."""
+    totals = Counter()
+    for row, encoded in encode_rows(file, tokenizer):
+        texts = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
+        kinds = Counter(protocol.parse_action(text).kind for text in texts)
+        loss_tokens = sum(end - start for start, end in encoded.spans)
+        calls = len(texts), kinds["search"], kinds["visit"]
+        tokens = len(encoded.ids), loss_tokens
+        counts = 1, *calls, *tokens, len(texts) - kinds["malformed"]
+        totals.update(dict(zip(COLUMNS, counts, strict=True)))
+    return totals
 
 
 def to_question(row: object, where: str, name: str, source: Path, output: Path) -> Question:
@@ -308,12 +294,10 @@ def to_question(row: object, where: str, name: str, source: Path, output: Path) 
     if not isinstance(row, dict):
         raise ValueError(f"{where}: a question must be a JSON object, not {str(row)[:80]!r}")
     if "ground_truth" in row:
-        corpus = (
-            {"corpus": os.path.relpath(source.parent / row["corpus"], output.parent)}
-            if isinstance(row.get("corpus"), str)
-            else {}
-        )
-        return Question.from_json({"id": name, **row, **corpus}, where)
+        row = {"id": name, **row}
+        if isinstance(row.get("corpus"), str):
+            row["corpus"] = os.path.relpath(source.parent / row["corpus"], output.parent)
+        return Question.from_json(row, where)
     if "reward_model" in row:
         asked = [
             m["content"]
@@ -325,77 +309,41 @@ def to_question(row: object, where: str, name: str, source: Path, output: Path) 
         used = {"prompt", "reward_model"}
     else:
         key = "problem" if "problem" in row else "question"
-        question, answer, used = row.get(key), row.get("answer"), {key, "answer", "id"}
-    meta = {key: value for key, value in row.items() if key not in used and value is not None}
-    return Question.from_json(
-        {
-            "id": str(row.get("id", name)),
-            "question": question,
-            "ground_truth": aliases_of(answer) or answer,
-            "meta": meta,
-        },
-        where,
+        question, answer = row.get(key), row.get("answer")
+        used = {key, "answer", "id"}
+    question = {
+        "id": str(row.get("id", name)),
+        "question": question,
+        "ground_truth": aliases_of(answer) or answer,
+        "meta": {k: v for k, v in row.items() if k not in used and v is not None},
+    }
+    return Question.from_json(question, where)
+
+
+@dataclass(frozen=True)
+class QuestionsConfig(Options):
+    """Which questions are converted, and where to."""
+
+    paths: tuple[str, ...] = option(
+        help=".json, .jsonl or .parquet files of questions, and directories of them",
+        positional=True,
     )
+    output: str = option(help="the JSONL file to write")
 
 
-def convert_questions(paths: list[str], output: str) -> None:
+def convert_questions(cfg: QuestionsConfig) -> None:
     """Write the questions of all files to `output` in our form. ValueError: a bad row, no row, an
     id that occurs twice.
     """
     questions: dict[str, Question] = {}
-    for file in (file for path in paths for file in row_files(path)):
+    for file in (file for path in cfg.paths for file in row_files(path)):
         for number, (where, row) in enumerate(rows_of(file)):
-            question = to_question(row, where, f"{file.stem}-{number:05d}", file, Path(output))
+            name = f"{file.stem}-{number:05d}"
+            question = to_question(row, where, name, file, Path(cfg.output))
             if questions.setdefault(question.id, question) is not question:
                 raise ValueError(f"{where}: id {question.id!r} occurs twice; ids must be unique")
     if not questions:
-        raise ValueError(f"{paths[0]}: no questions in the input")
-    write_jsonl(output, (question.to_json() for question in questions.values()))
-    print(
-        f"{output}: {len(questions):,} questions, "
-        f"{sum(len(q.ground_truth) for q in questions.values()):,} accepted answers"
-    )
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:
-        self.exit(2, f"error: {message}\n")
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Run the command line; bad input ends in one line and exit code 2."""
-    parser = _Parser(
-        prog="python -m venus.data", description="SFT rows and RL questions", allow_abbrev=False
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser(
-        "stats", help="count turns, tool calls, tokens, loss tokens and strict-valid turns per file"
-    )
-    command.add_argument(
-        "path",
-        metavar="PATH",
-        help=".json, .jsonl or .parquet file of SFT rows, or a directory of them",
-    )
-    command.add_argument(
-        "--tokenizer", required=True, metavar="PATH", help="tokenizer.json or a directory with it"
-    )
-    command = commands.add_parser(
-        "questions",
-        help="write question sets of other forms as our JSONL {id, question, ground_truth, meta}",
-    )
-    command.add_argument(
-        "paths",
-        metavar="PATH",
-        nargs="+",
-        help=".json, .jsonl or .parquet file of questions, or a directory of them",
-    )
-    command.add_argument("--output", required=True, metavar="FILE", help="the JSONL file to write")
-    args = parser.parse_args(argv)
-    try:
-        if args.command == "stats":
-            stats(args.path, args.tokenizer)
-        else:
-            convert_questions(args.paths, args.output)
-    except (ValueError, OSError) as error:
-        print("error:", error, file=sys.stderr)
-        sys.exit(2)
+        raise ValueError(f"no questions in the input {' '.join(cfg.paths)}")
+    write_jsonl(cfg.output, (question.to_json() for question in questions.values()))
+    num_answers = sum(len(question.ground_truth) for question in questions.values())
+    print(f"{cfg.output}: {len(questions):,} questions, {num_answers:,} accepted answers")

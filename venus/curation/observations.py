@@ -23,14 +23,23 @@ of results and the running ranks say where a block and a result may begin.
 import json
 import re
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from venus import protocol
 from venus.protocol import SearchHit
 from venus.tools.offline import NOT_FOUND
 
 SEPARATOR = "\n=======\n"
-HEADER = re.compile(r"\s*A Google search for (.*?) found (\d+) results:[ \t]*(?:\n|$)", re.DOTALL)
+
+
+def _header(query: str) -> re.Pattern:
+    """Match the header of a block; the pattern `query` has a group for its query."""
+    return re.compile(
+        rf"\s*A Google search for {query} found (\d+) results:[ \t]*(?:\n|$)", re.DOTALL
+    )
+
+
+HEADER = _header("(.*?)")
 RANK = re.compile(r"(\d{1,4})\.[ \t]+\[")
 FIELD = re.compile(r"(date published|date updated|source)[ \t]*:[ \t]*(.*)", re.IGNORECASE)
 FAILED_QUERY = re.compile(r"\s*(No results found for |Google search Timeout)")
@@ -49,6 +58,7 @@ LIMIT = re.compile(r"\b(limit|maximum|reached|exceed\w*)\b", re.IGNORECASE)
 LIMIT_KINDS = (
     ("context_limit", re.compile(r"context|token|length", re.IGNORECASE)),
     ("time_limit", re.compile(r"\btime", re.IGNORECASE)),
+    ("turn_limit", re.compile("")),
 )
 
 
@@ -58,9 +68,7 @@ def limit_notice(text: str) -> str | None:
     """
     if not (LIMIT.search(text) and "answer" in text.lower()):
         return None
-    return protocol.LIMIT_MESSAGES[
-        next((kind for kind, words in LIMIT_KINDS if words.search(text)), "turn_limit")
-    ]
+    return protocol.LIMIT_MESSAGES[next(kind for kind, words in LIMIT_KINDS if words.search(text))]
 
 
 def unwrap(content: str) -> tuple[str | None, str | None]:
@@ -81,14 +89,14 @@ def convert(name: str, arguments: dict, body: str) -> tuple[str, str]:
     """Return the body in our form and its tool_status, decided by the name of the call that asked
     for it, never by its text.
     """
-    if not body.strip():
+    text = body.strip()
+    if not text:
         return body, "empty"
-    if protocol.is_timeout(body):
+    if protocol.is_timeout(text):
         return body, "timeout"
-    if (
-        ERROR.match(body.strip())
-        or body.strip() == protocol.TOOL_ERROR_MESSAGE
-        or body.strip() in protocol.LIMIT_MESSAGES.values()
+    if ERROR.match(text) or text in (
+        protocol.TOOL_ERROR_MESSAGE,
+        *protocol.LIMIT_MESSAGES.values(),
     ):
         return body, "error"
     if name == "visit":
@@ -101,15 +109,10 @@ def convert(name: str, arguments: dict, body: str) -> tuple[str, str]:
 
 def _visit_status(goal: str, body: str) -> str:
     """`empty` when no page of the visit could be read or none had anything on the goal."""
-    said = [page.rpartition("Summary: \n")[2].strip() for page in body.split(SEPARATOR)]
-    return (
-        "empty"
-        if all(
-            text in (*UNREADABLE, f"nothing on {goal}") or text.startswith(protocol.UNREAD_PAGE)
-            for text in said
-        )
-        else "ok"
-    )
+    summaries = [page.rpartition("Summary: \n")[2].strip() for page in body.split(SEPARATOR)]
+    nothing = (*UNREADABLE, f"nothing on {goal}")
+    unread = (text in nothing or text.startswith(protocol.UNREAD_PAGE) for text in summaries)
+    return "empty" if all(unread) else "ok"
 
 
 def _convert_search(queries: Sequence[str], body: str) -> tuple[str, str]:
@@ -153,17 +156,14 @@ def _read_json(body: str) -> list[tuple[str, list]] | None:
         blocks = json.loads(body)
     except (ValueError, RecursionError):
         return None
-    pairs = [
-        (block.get("query"), block.get("web_page_info_list"))
-        if isinstance(block, dict)
-        else (None, None)
+    if not all(
+        isinstance(block, dict)
+        and isinstance(block.get("query"), str)
+        and isinstance(block.get("web_page_info_list"), list)
         for block in blocks
-    ]
-    return (
-        pairs
-        if all(isinstance(query, str) and isinstance(hits, list) for query, hits in pairs)
-        else None
-    )
+    ):
+        return None
+    return [(block["query"], block["web_page_info_list"]) for block in blocks]
 
 
 def _read_text(queries: Sequence[str], body: str) -> list[tuple[str | None, list[SearchHit]]]:
@@ -171,44 +171,31 @@ def _read_text(queries: Sequence[str], body: str) -> list[tuple[str | None, list
     or when a block's results cannot be read.
     """
     parts = body.strip().split(SEPARATOR)
-    headers = [f"A Google search for '{query}' found " for query in queries]
     # a snippet holds a separator: a block begins only at a header of the call's own
     # queries, or at a failure
     if len(parts) > len(queries):
-        own = [
-            part.lstrip().startswith(tuple(headers)) or FAILED_QUERY.match(part) for part in parts
-        ]
-        starts = [k for k in range(len(parts)) if k == 0 or own[k]]
-        parts = [
-            SEPARATOR.join(parts[a:b])
-            for a, b in zip(starts, [*starts[1:], len(parts)], strict=True)
-        ]
-    if not any(HEADER.match(part) for part in parts) and not all(
-        FAILED_QUERY.match(part) for part in parts
-    ):
+        headers = tuple(f"A Google search for '{query}' found " for query in queries)
+        starts = [0]
+        for k, part in enumerate(parts[1:], 1):
+            if part.lstrip().startswith(headers) or FAILED_QUERY.match(part):
+                starts.append(k)
+        parts = [SEPARATOR.join(parts[a:b]) for a, b in pairwise([*starts, len(parts)])]
+    if not (any(map(HEADER.match, parts)) or all(map(FAILED_QUERY.match, parts))):
         return []
     blocks = [_read_block(queries, part) for part in parts]
     return [] if any(hits is None for _, hits in blocks) else blocks
 
 
 def _read_block(queries: Sequence[str], part: str) -> tuple[str | None, list[SearchHit] | None]:
-    exact = (
-        re.match(
-            rf"\s*A Google search for '({re.escape(query)})' found (\d+) results:[ \t]*(?:\n|$)",
-            part,
-        )
-        for query in queries
-    )
-    # the exact one first: a query may itself contain "' found 3 results:"
-    header = next(filter(None, exact), None) or HEADER.match(part)
+    patterns = [_header(f"'({re.escape(query)})'") for query in queries]
+    # the exact ones first: a query may itself contain "' found 3 results:"
+    header = next(filter(None, (pattern.match(part) for pattern in (*patterns, HEADER))), None)
     if not header:
         return None, []
-    hits = _read_hits(
-        part[header.end() :].lstrip("\n").removeprefix("## Web Results").split("\n"), int(header[2])
-    )
-    return header[1].removeprefix("'").removesuffix("'"), hits if hits or int(
-        header[2]
-    ) == 0 else None
+    query, count = header[1].removeprefix("'").removesuffix("'"), int(header[2])
+    lines = part[header.end() :].lstrip("\n").removeprefix("## Web Results").split("\n")
+    hits = _read_hits(lines, count)
+    return query, hits if hits or count == 0 else None
 
 
 def _read_hits(lines: list[str], count: int) -> list[SearchHit]:
@@ -222,14 +209,16 @@ def _read_hits(lines: list[str], count: int) -> list[SearchHit]:
     ]
     starts = []
     for number, head in enumerate(heads):
-        if len(starts) == count or (starts and head[1] != starts[-1][1] + 1):
-            continue
-        if starts and lines[head[0] - 1].strip():
-            continue  # no blank line above: a numbered line inside a snippet
-        if starts and _is_snippet(
-            lines, starts[-1][0], head, heads[number + 1 :], is_last=len(starts) + 1 == count
-        ):
-            continue
+        if len(starts) == count:
+            break
+        if starts:
+            n, rank, *_ = head
+            # no blank line above: a numbered line inside a snippet
+            if rank != starts[-1][1] + 1 or lines[n - 1].strip():
+                continue
+            later, is_last = heads[number + 1 :], len(starts) + 1 == count
+            if _is_snippet(lines, starts[-1][0], head, later, is_last=is_last):
+                continue
         starts.append(head)
     ends = [head[0] for head in starts[1:]] + [len(lines)]  # one too many where nothing starts
     return [
@@ -248,10 +237,8 @@ def _is_snippet(
     if between.count("") != 1 or any(line and not FIELD.match(line) for line in between):
         return False
     wanted = (head[1],) if is_last else (head[1], head[1] + 1)
-    return (
-        next((rank for n, rank, *_ in later if rank in wanted and not lines[n - 1].strip()), None)
-        == head[1]
-    )
+    ranks = [rank for n, rank, *_ in later if rank in wanted and not lines[n - 1].strip()]
+    return ranks[:1] == [head[1]]
 
 
 def _read_link(text: str) -> tuple[str, ...] | None:
@@ -260,18 +247,15 @@ def _read_link(text: str) -> tuple[str, ...] | None:
     """
     text = text.strip()
     title, found, url = text[:-1].rpartition("](") if text.endswith(")") else ("", "", "")
-    rest: tuple[str, ...] = ()
+    rest = ()
     # the link does not fill the line: it ends where its parentheses balance
     if not found or " " in url:
         title, found, tail = text.partition("](")
         depths = accumulate((1 if c == "(" else -1 if c == ")" else 0 for c in tail), initial=1)
         end = next((k for k, depth in enumerate(depths) if depth == 0), 0)
         url, rest = tail[: max(end - 1, 0)], (tail[end:].strip(),)
-    return (
-        (title.strip(), url.strip(), *filter(None, rest))
-        if found and title.strip() and url.strip()
-        else None
-    )
+    title, url = title.strip(), url.strip()
+    return (title, url, *filter(None, rest)) if found and title and url else None
 
 
 def _read_hit(title: str, url: str, body: list[str]) -> SearchHit:

@@ -13,6 +13,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TypeVar
 
+from venus.files import replacing
+
 In, Out = TypeVar("In"), TypeVar("Out")
 STATE = "state.json"
 
@@ -61,13 +63,11 @@ class Journal:
         """
         self.path, self.settings = directory / STATE, json.loads(json.dumps(settings))
         state = {"settings": self.settings, "done": 0, "counts": {}, "seconds": 0.0, "sizes": {}}
-        state = json.loads(self.path.read_text(encoding="utf-8")) if self.path.exists() else state
-        if state["settings"] != self.settings:
-            changed = next(
-                key
-                for key in {**state["settings"], **self.settings}
-                if state["settings"].get(key) != self.settings.get(key)
-            )
+        if self.path.exists():
+            state = json.loads(self.path.read_bytes())
+        old = state["settings"]
+        if old != self.settings:
+            changed = next(k for k in old | self.settings if old.get(k) != self.settings.get(k))
             raise ValueError(
                 f"{directory} holds an unfinished run with other settings ({changed}); "
                 "finish that one or remove the directory"
@@ -79,12 +79,13 @@ class Journal:
         self._started = self._saved = time.monotonic()
         self._files = {name: open(directory / name, "ab") for name in names}  # noqa: SIM115 - closed by `close`
         for name, file in self._files.items():
-            if file.tell() < state["sizes"].get(name, 0):
+            size = state["sizes"].get(name, 0)
+            if file.tell() < size:
                 raise ValueError(
                     f"{directory / name} is shorter than when the run stopped; remove the "
                     "directory and start anew"
                 )
-            file.truncate(state["sizes"].get(name, 0))
+            file.truncate(size)
 
     @property
     def seconds(self) -> float:
@@ -102,17 +103,15 @@ class Journal:
             return
         for file in self._files.values():
             file.flush()
-        sizes = {name: file.tell() for name, file in self._files.items()}
         state = {
             "settings": self.settings,
             "done": self.done,
             "counts": self.counts,
             "seconds": self.seconds,
-            "sizes": sizes,
+            "sizes": {name: file.tell() for name, file in self._files.items()},
         }
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(state), encoding="utf-8")
-        temporary.replace(self.path)
+        with replacing(self.path) as temporary:
+            temporary.write_text(json.dumps(state), encoding="utf-8")
         self._saved = time.monotonic()
 
     def close(self) -> None:

@@ -28,9 +28,8 @@ class Account:
 
     def lose(self, lost: str, turn: int | None, reason: str, **more: object) -> None:
         """Note that the row, a turn (with its observation) or an observation went."""
-        self.removed.append(
-            {"row": self.where, "lost": lost, "turn": turn, "reason": reason, **more}
-        )
+        gone = {"row": self.where, "lost": lost, "turn": turn, "reason": reason}
+        self.removed.append(gone | more)
         self.counts[f"dropped_{lost}s/{reason}"] += 1
 
     def reach(self, step: str, num_turns: int) -> None:
@@ -50,14 +49,12 @@ def keep_valid(conversation: Conversation, account: Account) -> list[Step]:
     for step in conversation.steps:
         action = step.action
         final = step is conversation.steps[-1]
-        foreign = bool(other_tools(step))
+        valid = action.format_ok or other_tools(step)
         if action.kind == "answer" and not final:
             raise RefusedError("answer_before_end", step.index)
         if final and action.kind != "answer":
-            raise RefusedError(
-                "no_final_answer" if foreign or action.format_ok else action.reason, step.index
-            )
-        if not (action.format_ok or foreign):
+            raise RefusedError("no_final_answer" if valid else action.reason, step.index)
+        if not valid:
             drop(step, kept, account, action.reason)
         elif step.body is None and step.notice is None and not final:
             drop(step, kept, account, "no_observation")
@@ -80,30 +77,22 @@ def prune(
     succeeded: dict[tuple, int] = {}
     for step in steps:
         others = other_tools(step)
-        signature = (
-            None
-            if others or step.action.kind == "answer"
-            else signature_of(step, with_goal=with_goal)
-        )
         if others and drop_trajectory:
             raise RefusedError("disallowed_tool", step.index)
         if others:
             account.counts.update(f"pruned_calls/{name[:40]}" for name in others)
             drop(step, kept, account, "disallowed_tool", tools=others)
-        elif signature in succeeded:
+            continue
+        is_call = step.action.kind != "answer"
+        signature = signature_of(step, with_goal=with_goal) if is_call else None
+        if signature in succeeded:
             account.counts[f"duplicates/{step.action.kind}"] += 1
-            drop(
-                step,
-                kept,
-                account,
-                "duplicate",
-                first=succeeded[signature],
-                call=step.action.arguments,
-            )
-        else:
-            kept.append(step)
-            if signature and step.status == "ok":
-                succeeded[signature] = step.index
+            first, call = succeeded[signature], step.action.arguments
+            drop(step, kept, account, "duplicate", first=first, call=call)
+            continue
+        kept.append(step)
+        if is_call and step.status == "ok":
+            succeeded[signature] = step.index
     return kept
 
 
@@ -127,9 +116,7 @@ def signature_of(step: Step, *, with_goal: bool) -> tuple:
     """
     arguments = step.action.arguments
     if step.action.kind == "search":
-        return (
-            "search",
-            frozenset(" ".join(query.split()).casefold() for query in arguments["query"]),
-        )
+        queries = (" ".join(query.split()).casefold() for query in arguments["query"])
+        return ("search", frozenset(queries))
     urls = frozenset(url.strip().partition("#")[0].rstrip("/") for url in arguments["url"])
     return ("visit", urls, " ".join(arguments["goal"].split()) if with_goal else None)

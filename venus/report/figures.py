@@ -56,30 +56,27 @@ class Html(str):
 
 def cell(value: object) -> str:
     """A value of a table; None is a dash."""
-    return (
-        value
-        if isinstance(value, Html)
-        else "–"
-        if value is None
-        else html.escape(f"{value:,}" if isinstance(value, int) else str(value))
-    )
+    if isinstance(value, Html):
+        return value
+    if value is None:
+        return "–"
+    return html.escape(f"{value:,}" if isinstance(value, int) else str(value))
 
 
-def percent(value: float | None) -> str | None:
+def percent(value: float) -> str:
     """A share of 1 in percent."""
-    return None if value is None else f"{100 * value:.1f} %"
+    return f"{100 * value:.1f} %"
 
 
-def interval(found: dict | None) -> Html | None:
+def interval(found: dict) -> Html:
     """A mean in percent with its interval."""
-    return (
-        None
-        if found is None
-        else Html(
-            f"{100 * found['mean']:.1f} % <small>[{100 * found['low']:.1f}, "
-            f"{100 * found['high']:.1f}]</small>"
-        )
-    )
+    low, high = 100 * found["low"], 100 * found["high"]
+    return Html(f"{percent(found['mean'])} <small>[{low:.1f}, {high:.1f}]</small>")
+
+
+def mean(value: float) -> str:
+    """A mean of counts."""
+    return f"{value:.2f}"
 
 
 def clock(seconds: float) -> str | None:
@@ -99,14 +96,19 @@ def table(caption: str, columns: Sequence[str], rows: Sequence[tuple], kind: str
     for first, *rest in rows:
         cells = "".join(f"<td class={kind}>{cell(value)}</td>" for value in rest)
         body += f"<tr><th>{cell(first)}</th>{cells}</tr>\n"
-    title = f"<h3>{cell(caption)}</h3>" * bool(caption)
+    title = f"<h3>{cell(caption)}</h3>" if caption else ""
     return (
         f'<div class="wide">{title}<table><thead><tr><th></th>{heads}</tr></thead>'
         f"<tbody>\n{body}</tbody></table></div>"
     )
 
 
-# of analysis.summarise: what a row says -> where it stands there, how it is written
+# tables of `summary.summarise`: what a row says -> where it stands there, how it is written
+SUCCESS = {
+    "success": ("success", interval),
+    "of those graded": ("success_graded", interval),
+}
+MAJORITY = {"majority vote": ("majority", interval)}
 FIGURES: dict[str, dict[str, tuple[str, Callable]]] = {
     "What counts": {
         "questions": ("questions", int),
@@ -129,7 +131,7 @@ FIGURES: dict[str, dict[str, tuple[str, Callable]]] = {
         )
     },
     "Effort": {
-        "turns, mean over questions": ("turns.mean", "{:.2f}".format),
+        "turns, mean over questions": ("turns.mean", mean),
         "sampled tokens, mean": ("tokens.sampled.mean", round),
         "context at the end, median": ("tokens.context.median", int),
         "context at the end, most": ("tokens.context.most", int),
@@ -142,15 +144,17 @@ FIGURES: dict[str, dict[str, tuple[str, Callable]]] = {
 }
 
 
-def at(run: Run, path: str) -> object:
+def figure(run: Run, path: str) -> object:
     """The figure at a dotted path of a summary; None below None. ValueError: a
     summary of another version.
     """
     found = run.summary
     for name in path.split("."):
-        if found is not None and name not in found:
+        if found is None:
+            return None
+        if name not in found:
             raise ValueError(f"the summary of {run.name} holds no {path}: evaluate again")
-        found = found and found[name]
+        found = found[name]
     return found
 
 
@@ -160,12 +164,9 @@ def figures(title: str, runs: Sequence[Run], baseline: str | None) -> str:
     about = " · ".join(f"{run.name}: {len(run.trajectories):,} trajectories" for run in runs)
     parts = [f'<h1>{html.escape(title)}</h1>\n<p class="soft">{html.escape(about)}</p>']
     if evaluated:
-        parts.append(
-            '<h2 id="figures">Figures</h2>\n<div class="cards">'
-            + "\n".join(tables(evaluated))
-            + "</div>"
-        )
-        parts.append('<div class="plots">' + "\n".join(plots(evaluated)) + "</div>")
+        cards, drawn = "\n".join(tables(evaluated)), "\n".join(plots(evaluated))
+        parts.append(f'<h2 id="figures">Figures</h2>\n<div class="cards">{cards}</div>')
+        parts.append(f'<div class="plots">{drawn}</div>')
     if baseline:
         parts.append(comparison(runs[0], next(run for run in runs if run.name == baseline)))
     if evaluated:
@@ -179,134 +180,98 @@ def figures(title: str, runs: Sequence[Run], baseline: str | None) -> str:
 def tables(runs: Sequence[Run]) -> list[str]:
     """The figures of the evaluations, a column a run."""
     names = [run.name for run in runs]
-
-    def keyed(part: str, label: str) -> list[tuple]:
-        columns = [at(run, part) or {} for run in runs]
-        return [
-            (label.format(key), *(interval(column.get(key)) for column in columns))
-            for key in dict.fromkeys(key for column in columns for key in column)
-        ]
-
-    success = [
-        (label, *(interval(at(run, path)) for run in runs))
-        for label, path in (("success", "success"), ("of those graded", "success_graded"))
-    ]
-    success += [
-        *keyed("scores", "{}"),
-        ("majority vote", *(interval(at(run, "majority")) for run in runs)),
-    ]
-    found = [
-        table("Success, with 95 % intervals over questions", names, success),
-        table(
-            "Success by number of samples",
-            names,
-            [*keyed("pass_at", "pass@{}, unbiased"), *keyed("any_of_first", "any of the first {}")],
-        ),
-    ]
-    for caption, rows in FIGURES.items():
-        cells = {label: [at(run, path) for run in runs] for label, (path, _) in rows.items()}
-        found.append(
-            table(
-                caption,
-                names,
-                [
-                    (label, *(None if x is None else rows[label][1](x) for x in row))
-                    for label, row in cells.items()
-                ],
-            )
-        )
-    statuses = [
-        {
-            f"{kind}, {status}": n
-            for kind, of in at(run, "tool_status").items()
-            for status, n in of.items()
-        }
-        for run in runs
-    ]
-    found += [
-        counts("Why the wrong ones failed", names, [at(run, "failures") for run in runs]),
-        counts("Stop reasons", names, [at(run, "stop_reasons") for run in runs]),
-        counts("Tool calls by status", names, statuses),
-    ]
+    success = rows_of(runs, SUCCESS) + keyed(runs, "scores", "{}") + rows_of(runs, MAJORITY)
+    samples = keyed(runs, "pass_at", "pass@{}, unbiased")
+    samples += keyed(runs, "any_of_first", "any of the first {}")
     return [
-        *found,
-        counts(
-            "Strings of the leak guard that were seen",
-            names,
-            [at(run, "leaks.strings") or {} for run in runs],
-        ),
+        table("Success, with 95 % intervals over questions", names, success),
+        table("Success by number of samples", names, samples),
+        *(table(caption, names, rows_of(runs, rows)) for caption, rows in FIGURES.items()),
+        counts("Why the wrong ones failed", runs, "failures"),
+        counts("Stop reasons", runs, "stop_reasons"),
+        counts("Tool calls by status", runs, "tool_status"),
+        counts("Strings of the leak guard that were seen", runs, "leaks.strings"),
     ]
 
 
-def counts(caption: str, names: Sequence[str], columns: Sequence[dict[str, int]]) -> str:
-    """A table of counts and their shares by name, a column a run; what nowhere
+def rows_of(runs: Sequence[Run], wanted: dict[str, tuple[str, Callable]]) -> list[tuple]:
+    """The rows of a table of figures."""
+    return [
+        (label, *(None if x is None else text(x) for x in (figure(run, path) for run in runs)))
+        for label, (path, text) in wanted.items()
+    ]
+
+
+def keyed(runs: Sequence[Run], path: str, label: str) -> list[tuple]:
+    """A row for each key of an object of intervals that some run has at `path`."""
+    columns = [figure(run, path) or {} for run in runs]
+    return [
+        (
+            label.format(key),
+            *(interval(column[key]) if key in column else None for column in columns),
+        )
+        for key in dict.fromkeys(key for column in columns for key in column)
+    ]
+
+
+def counts(caption: str, runs: Sequence[Run], path: str) -> str:
+    """A table of counts, or counts by kind, and their shares by name, a column a run; what nowhere
     occurs is left out.
     """
+    columns = [figure(run, path) or {} for run in runs]
+    if path == "tool_status":
+        columns = [
+            {
+                f"{kind}, {name}": n
+                for kind, of_kind in column.items()
+                for name, n in of_kind.items()
+            }
+            for column in columns
+        ]
     rows = []
-    for name in dict.fromkeys(
-        name for column in columns for name, number in column.items() if number
-    ):
-        numbers = [(column.get(name, 0), sum(column.values()) or 1) for column in columns]
-        rows.append(
-            (
-                name.replace("_", " "),
-                *(
-                    Html(f"{number:,} <small>{percent(number / total)}</small>")
-                    for number, total in numbers
-                ),
-            )
-        )
-    return table(caption, names, rows)
+    occurring = (name for column in columns for name, number in column.items() if number)
+    for name in dict.fromkeys(occurring):
+        cells = []
+        for column in columns:
+            number, total = column.get(name, 0), sum(column.values()) or 1
+            cells.append(Html(f"{number:,} <small>{percent(number / total)}</small>"))
+        rows.append((name.replace("_", " "), *cells))
+    return table(caption, [run.name for run in runs], rows)
 
 
 def plots(runs: Sequence[Run]) -> list[str]:
     """pass@k by both estimators, and the share of trajectories by number of turns."""
     samples, turns = [], []
-    longest = max(int(n) for run in runs for n in at(run, "turn_histogram"))
+    longest = max(int(n) for run in runs for n in figure(run, "turn_histogram"))
     width = -(-longest // BINS) or 1
     for color, run in enumerate(runs):
         for key, label, dashed in (
             ("pass_at", "pass@k, unbiased", False),
             ("any_of_first", "any of the first k", True),
         ):
-            points = {int(k): 100 * found["mean"] for k, found in (at(run, key) or {}).items()}
-            samples += (
-                [Curve([*points], [*points.values()], f"{run.name}: {label}", color, dashed)]
-                if len(points) > 1
-                else []
-            )
-        histogram = {int(n): count for n, count in at(run, "turn_histogram").items()}
-        bins = range(min(histogram) // width, max(histogram) // width + 1)
-        shares = [
-            100
-            * sum(histogram.get(n, 0) for n in range(b * width, (b + 1) * width))
-            / sum(histogram.values())
-            for b in bins
-        ]
-        edges = [b * width - 0.5 for b in (*bins, bins.stop)]
-        turns.append(
-            Curve(
-                [x for x in edges for _ in range(2)],
-                [0, *(share for share in shares for _ in range(2)), 0],
-                run.name,
-                color,
-                filled=True,
-            )
-        )
-    found = (
-        [
-            svg_curves(
-                samples,
-                "Success by number of samples",
-                "samples k",
-                "% of questions",
-                y_range=(0, 100),
-            )
-        ]
-        if samples
-        else []
-    )
-    return [*found, svg_curves(turns, "Turns", "turns", "% of trajectories")]
+            found = figure(run, key) or {}
+            if len(found) > 1:
+                shares = [100 * success["mean"] for success in found.values()]
+                name = f"{run.name}: {label}"
+                samples.append(Curve([*map(int, found)], shares, name, color, dashed))
+        turns.append(histogram(run, width, color))
+    drawn = [svg_curves(turns, "Turns", "turns", "% of trajectories")]
+    if samples:
+        title, y_label = "Success by number of samples", "% of questions"
+        drawn.insert(0, svg_curves(samples, title, "samples k", y_label, y_range=(0, 100)))
+    return drawn
+
+
+def histogram(run: Run, width: int, color: int) -> Curve:
+    """The outline of the shares of trajectories by number of turns, in bins of `width`."""
+    counts = {int(n): count for n, count in figure(run, "turn_histogram").items()}
+    bins = range(min(counts) // width, max(counts) // width + 1)
+    totals = [sum(counts.get(b * width + k, 0) for k in range(width)) for b in bins]
+    shares = [100 * total / sum(totals) for total in totals]
+    edges = [b * width - 0.5 for b in (*bins, bins.stop)]
+    xs = [x for x in edges for _ in range(2)]
+    ys = [0, *(share for share in shares for _ in range(2)), 0]
+    return Curve(xs, ys, run.name, color, filled=True)
 
 
 def comparison(first: Run, second: Run) -> str:
@@ -317,31 +282,22 @@ def comparison(first: Run, second: Run) -> str:
     config = (
         first.summary["run"]["config"] if first.summary else {"seed": 0, "resamples": RESAMPLES}
     )
-    found = difference(
-        first.verdicts,
-        second.verdicts,
-        second.name,
-        seed=config["seed"],
-        resamples=config["resamples"],
-    )
+    seed, resamples = config["seed"], config["resamples"]
+    found = difference(first.verdicts, second.verdicts, second.name, seed=seed, resamples=resamples)
     equal = found["questions"] - len(found["gained"]) - len(found["lost"])
-    numbers = (
-        f"{100 * found['mean']:+.1f} points [{100 * found['low']:+.1f}, {100 * found['high']:+.1f}]"
-    )
     text = (
-        f"Success of {first.name} minus {second.name}: {numbers}, 95 %, paired over "
+        f"Success of {first.name} minus {second.name}: {100 * found['mean']:+.1f} points "
+        f"[{100 * found['low']:+.1f}, {100 * found['high']:+.1f}], 95 %, paired over "
         f"{found['questions']:,} questions, {equal:,} of them equal."
     )
     parts = [f'<h2 id="comparison">Comparison</h2>\n<p>{html.escape(text)}</p>']
-    if (
-        fields := unlike(at(first, "manifest"), at(second, "manifest"), FREE)
-        if first.summary and second.summary
-        else []
-    ):
-        parts.append(
-            '<p class="error">Made under different settings, which may be the cause: '
-            f"{html.escape(', '.join(fields))}.</p>"
-        )
+    if first.summary and second.summary:
+        fields = unlike(figure(first, "manifest"), figure(second, "manifest"), FREE)
+        if fields:
+            parts.append(
+                '<p class="error">Made under different settings, which may be the cause: '
+                f"{html.escape(', '.join(fields))}.</p>"
+            )
     asked = {t.question_id: t.question for run in (first, second) for t in run.trajectories}
     for name, word in (("gained", "rose"), ("lost", "fell")):
         rows = [
@@ -360,39 +316,38 @@ def marks(run: Run, question: str) -> Html:
     """The samples of a question, each a mark that links to its trajectory where the
     report has it.
     """
-    known, found = {t.key for t in run.trajectories}, []
+    known, links = {t.key for t in run.trajectories}, []
     for key, row in sorted(run.verdict_of.items(), key=lambda item: item[1]["sample"]):
         if row["question_id"] == question:
-            href = f' href="{run.link(question, row["sample"])}"' if key in known else ""
-            found.append(
-                f'<a class="verdict {row["verdict"]}"{href} title="{row["verdict"]}, sample '
-                f'{row["sample"]}">{MARKS[row["verdict"]]}</a>'
+            verdict, sample = row["verdict"], row["sample"]
+            href = f' href="{run.link(question, sample)}"' if key in known else ""
+            links.append(
+                f'<a class="verdict {verdict}"{href} title="{verdict}, sample {sample}">'
+                f"{MARKS[verdict]}</a>"
             )
-    return Html(" ".join(found))
+    return Html(" ".join(links))
 
 
 def manifests(runs: Sequence[Run]) -> str:
     """Manifest, versions, commit and command of each run, a row a field."""
     made = []
     for run in runs:
-        record = at(run, "run")
+        record = figure(run, "run")
         git = record["git"] or {"commit": "", "dirty": False}
         made.append(
             {
-                **at(run, "manifest"),
-                "commit": git["commit"][:12] + " with changes" * git["dirty"],
+                **figure(run, "manifest"),
+                "commit": git["commit"][:12] + (" with changes" if git["dirty"] else ""),
                 **record["versions"],
                 "machine": " · ".join(map(str, record["platform"].values())),
                 "command": " ".join(record["argv"]),
             }
         )
-    rows = [
-        (name, *(shown(fields.get(name)) for fields in made))
-        for name in dict.fromkeys(name for fields in made for name in fields)
-    ]
+    names = dict.fromkeys(name for fields in made for name in fields)
+    rows = [(name, *(as_text(fields.get(name)) for fields in made)) for name in names]
     return table("", [run.name for run in runs], rows, "long")
 
 
-def shown(value: object) -> str | None:
+def as_text(value: object) -> str | None:
     """A JSON value as text."""
     return value if isinstance(value, str | None) else json.dumps(value, ensure_ascii=False)

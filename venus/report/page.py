@@ -24,11 +24,13 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from venus.files import read_jsonl
-from venus.report.figures import Run, figures, shown
+from venus.files import read_jsonl, replacing
+from venus.report.figures import Run, as_text, figures
 from venus.tokenizer import ChatTokenizer
 from venus.trajectory import Trajectory, Turn, read_trajectories
 
+# of a verdict's row, those that the page shows elsewhere or not at all
+VERDICT_KEYS = ("run", "question_id", "sample", "verdict", "manifest")
 PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}")
 
 
@@ -54,17 +56,16 @@ def write_report(
     before, after = (
         PLACEHOLDER.sub(lambda match: parts[match[1]], half) for half in template.split("{{data}}")
     )
-    temporary = Path(f"{path}.tmp")
-    temporary.parent.mkdir(parents=True, exist_ok=True)
-    # a lone surrogate has no UTF-8 form
-    with open(temporary, "w", encoding="utf-8", errors="xmlcharrefreplace") as handle:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    everything = ((trajectory, run) for run in runs for trajectory in run.trajectories)
+    with (
+        replacing(path) as temporary,
+        # a lone surrogate has no UTF-8 form
+        open(temporary, "w", encoding="utf-8", errors="xmlcharrefreplace") as handle,
+    ):
         handle.write(before)
-        everything = ((trajectory, run) for run in runs for trajectory in run.trajectories)
-        handle.writelines(
-            block(f"t{number}", payload(*one)) for number, one in enumerate(everything)
-        )
+        handle.writelines(block(f"t{k}", payload(*one)) for k, one in enumerate(everything))
         handle.write(after)
-    os.replace(temporary, path)
 
 
 def policy(template: str) -> str:
@@ -93,10 +94,8 @@ def script_json(obj: object) -> str:
 
 def block(name: str, obj: dict) -> str:
     """One data block: JSON, deflated, in base64."""
-    packed = zlib.compress(
-        json.dumps(obj, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass"),
-        9,
-    )
+    text = json.dumps(obj, ensure_ascii=False, separators=(",", ":"))
+    packed = zlib.compress(text.encode("utf-8", "surrogatepass"), 9)
     return f'<script type="text/plain" id="{name}">{base64.b64encode(packed).decode()}</script>\n'
 
 
@@ -104,39 +103,34 @@ def index_of(runs: Sequence[Run]) -> dict:
     """What the list shows and filters by: questions once, and of each trajectory a row. ValueError:
     two trajectories with one link.
     """
-    questions, rows, links = {}, [], set()
+    questions, rows = {}, {}
     for run in runs:
         for t in run.trajectories:
-            row = {"verdict": None, "failure": None, "leaks": ()} | run.verdict_of.get(t.key, {})
-            asked = questions.setdefault(
-                (t.question_id, t.question, t.ground_truth), len(questions)
-            )
-            rows.append(
-                {
-                    "run": run.name,
-                    "link": run.link(t.question_id, t.sample),
-                    "asked": asked,
-                    "sample": t.sample,
-                    "prediction": t.prediction,
-                    "turns": len(t.turns),
-                    "tokens": len(t.token_ids),
-                    "stop_reason": t.stop_reason,
-                    "verdict": row["verdict"],
-                    "failure": row["failure"],
-                    "leak": "leak suspected" if row["leaks"] else None,
-                }
-            )
-            if rows[-1]["link"] in links:
+            graded = {"verdict": None, "failure": None, "leaks": ()} | run.verdict_of.get(t.key, {})
+            question = (t.question_id, t.question, t.ground_truth)
+            row = {
+                "run": run.name,
+                "link": run.link(t.question_id, t.sample),
+                "asked": questions.setdefault(question, len(questions)),
+                "sample": t.sample,
+                "prediction": t.prediction,
+                "turns": len(t.turns),
+                "tokens": len(t.token_ids),
+                "stop_reason": t.stop_reason,
+                "verdict": graded["verdict"],
+                "failure": graded["failure"],
+                "leak": "leak suspected" if graded["leaks"] else None,
+            }
+            if rows.setdefault(row["link"], row) is not row:
                 raise ValueError(
                     f"run {run.name!r} holds two trajectories {t.id}; give runs of their own "
                     "to trajectories of several"
                 )
-            links.add(rows[-1]["link"])
     return {
         "questions": [
             {"id": name, "question": text, "ground_truth": gt} for name, text, gt in questions
         ],
-        "trajectories": rows,
+        "trajectories": [*rows.values()],
     }
 
 
@@ -144,55 +138,48 @@ def payload(t: Trajectory, run: Run) -> dict:
     """All that an opened trajectory shows. A part is [kind, number of tokens,
     pieces]; see `pieces`.
     """
-    facts = {"stop reason": t.stop_reason, "sample": f"{t.sample}, seed {t.seed}, run {t.run}"}
-    facts["outcome"] = (
-        t.outcome.status if t.outcome.value is None else f"{t.outcome.value:g} ({t.outcome.status})"
-    )
+    status, value = t.outcome.status, t.outcome.value
+    facts = {
+        "stop reason": t.stop_reason,
+        "sample": f"{t.sample}, seed {t.seed}, run {t.run}",
+        "outcome": status if value is None else f"{value:g} ({status})",
+    }
     if any(t.seconds.values()):
-        facts["seconds"] = ", ".join(
-            f"{name} {seconds:,.1f}" for name, seconds in t.seconds.items()
-        )
+        facts["seconds"] = ", ".join(f"{name} {spent:,.1f}" for name, spent in t.seconds.items())
     for name, value in run.verdict_of.get(t.key, {}).items():
-        if name not in ("run", "question_id", "sample", "verdict", "manifest") and value not in (
-            None,
-            [],
-            "",
-        ):
-            facts[name.replace("_", " ")] = shown(value)
-    turns = []
-    for turn in t.turns:
-        parts = [
-            [kind, len(ids), pieces(ids, run)]
-            for kind, ids in parts_of(turn, t.token_ids, run.tokenizer.think_close_id)
-            if ids
-        ]
-        turns.append(
-            {
-                "start": turn.start,
-                "sampled": turn.end - turn.start,
-                "context": turn.obs_end,
-                "action": turn.action,
-                "what": what(turn, t.prediction),
-                "status": turn.tool_status,
-                "seconds": turn.seconds,
-                "duplicate": turn.duplicate,
-                "gain": turn.info_gain,
-                "advantage": turn.advantage,
-                "parts": parts,
-            }
-        )
+        if name not in VERDICT_KEYS and value not in (None, [], ""):
+            facts[name.replace("_", " ")] = as_text(value)
     return {
         "facts": facts,
         "prompt": ["prompt", t.prompt_len, pieces(t.token_ids[: t.prompt_len], run)],
-        "turns": turns,
+        "turns": [turn_payload(turn, t, run) for turn in t.turns],
     }
 
 
-def what(turn: Turn, prediction: str | None) -> str:
-    """A turn in a few words: its queries, its addresses, or the answer."""
-    if turn.action in ("search", "visit"):
-        return " | ".join(turn.arguments["query" if turn.action == "search" else "url"])
-    return prediction or "" if turn.action == "answer" else ""
+def turn_payload(turn: Turn, t: Trajectory, run: Run) -> dict:
+    """All that an opened trajectory shows of a turn."""
+    parts = parts_of(turn, t.token_ids, run.tokenizer.think_close_id)
+    return {
+        "start": turn.start,
+        "sampled": turn.end - turn.start,
+        "context": turn.obs_end,
+        "action": turn.action,
+        "what": headline(turn, t.prediction),
+        "status": turn.tool_status,
+        "seconds": turn.seconds,
+        "duplicate": turn.duplicate,
+        "gain": turn.info_gain,
+        "advantage": turn.advantage,
+        "parts": [[kind, len(ids), pieces(ids, run)] for kind, ids in parts if ids],
+    }
+
+
+def headline(turn: Turn, prediction: str | None) -> str:
+    """Say in a few words what a turn does: its queries, its addresses, or the answer."""
+    if turn.action == "answer":
+        return prediction or ""
+    key = {"search": "query", "visit": "url"}.get(turn.action)
+    return " | ".join(turn.arguments[key]) if key else ""
 
 
 def parts_of(turn: Turn, ids: list[int], think_close_id: int) -> list[tuple[str, list[int]]]:
@@ -227,13 +214,8 @@ def read_run(directory: str, tokenizer: ChatTokenizer, beside: Run | None = None
     """
     path = Path(directory)
     name = directory if beside and beside.name == path.name else path.name
-    summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
+    summary = json.loads((path / "summary.json").read_bytes())
     verdicts = [row for _, row in read_jsonl(path / "verdicts.jsonl")]
     rolled_out = path / "trajectories.jsonl"  # one that graded trajectories of elsewhere has none
-    return Run(
-        name,
-        read_trajectories(rolled_out) if rolled_out.exists() else [],
-        tokenizer,
-        verdicts,
-        summary,
-    )
+    trajectories = read_trajectories(rolled_out) if rolled_out.exists() else []
+    return Run(name, trajectories, tokenizer, verdicts, summary)

@@ -8,9 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from venus.files import replacing
+
 WIDTH, HEIGHT = 640, 360  # pixels; the viewBox scales
-LEFT, RIGHT, TOP, BOTTOM = 70, 20, 44, 56  # margins
-INK, GRID, COLORS = "#333333", "#dddddd", ("#1f5fa8", "#c2661a", "#2b8a57", "#7d63b8")
+# edges of the plot; the names push its top down
+LEFT, RIGHT = 70, 620
+TOP, FLOOR = 44, 304
+INK, GRID = "#333333", "#dddddd"
+COLORS = ("#1f5fa8", "#c2661a", "#2b8a57", "#7d63b8")
 LEGEND_STEP = 16  # pixels a name; the names stand between title and plot
 
 
@@ -71,80 +76,79 @@ def svg_curves(
             raise ValueError(
                 f"the curve {title!r} has values that are not finite; leave those points out"
             )
-    xs, ys = (
-        [value for curve in curves for value in getattr(curve, axis)] for axis in ("xs", "ys")
-    )
-    x_ticks = nice_ticks(min(xs), max(xs), least=1.0)
-    y_ticks = nice_ticks(min([*ys, *y_range]), max([*ys, *y_range]))
-    named = [curve for curve in curves if curve.name]
-    top, right, floor = TOP + LEGEND_STEP * len(named), WIDTH - RIGHT, HEIGHT - BOTTOM
-    middle = (top + floor) / 2
+    xs = [x for curve in curves for x in curve.xs]
+    ys = [y for curve in curves for y in (*curve.ys, *y_range)]
+    x_ticks, y_ticks = nice_ticks(min(xs), max(xs), least=1.0), nice_ticks(min(ys), max(ys))
+    top = TOP + LEGEND_STEP * sum(bool(curve.name) for curve in curves)
+    middle = (top + FLOOR) / 2
 
-    def at(x, y):
+    def place(x, y):
         across = (x - x_ticks[0]) / (x_ticks[-1] - x_ticks[0])
         up = (y - y_ticks[0]) / (y_ticks[-1] - y_ticks[0])
-        return LEFT + across * (right - LEFT), floor - up * (floor - top)
+        return LEFT + across * (RIGHT - LEFT), FLOOR - up * (FLOOR - top)
 
     parts = [
-        (
-            f'<svg xmlns="http://www.w3.org/2000/svg" class="plot" viewBox="0 0 {WIDTH} '
-            f'{HEIGHT}" font-family="sans-serif" fill="{INK}">'
-        ),
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="plot" viewBox="0 0 {WIDTH} '
+        f'{HEIGHT}" font-family="sans-serif" fill="{INK}">',
         f'<rect class="paper" width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
         _text(WIDTH / 2, 24, title, size=15),
-        _text((LEFT + right) / 2, HEIGHT - 12, x_label),
+        _text((LEFT + RIGHT) / 2, HEIGHT - 12, x_label),
         _text(18, middle, y_label, extra=f' transform="rotate(-90 18 {middle:.1f})"'),
+        *_axes([(place(x, 0)[0], x) for x in x_ticks], [(place(0, y)[1], y) for y in y_ticks]),
+        f'<path class="axis" d="M{LEFT} {top} V{FLOOR} H{RIGHT}" fill="none" stroke="{INK}"/>',
     ]
-    for y in y_ticks:
-        level = at(x_ticks[0], y)[1]
+    level = TOP
+    for curve in curves:
+        points = [place(x, y) for x, y in zip(curve.xs, curve.ys, strict=True)]
+        parts += _curve(curve, points, level)
+        level += LEGEND_STEP if curve.name else 0
+    return "\n".join([*parts, "</svg>"])
+
+
+def _axes(columns, rows):
+    """Draw the ticks of x and y: (place in pixels, value) each."""
+    parts = []
+    for level, value in rows:
         parts.append(
-            f'<line class="grid" x1="{LEFT}" y1="{level:.1f}" x2="{right}" y2="{level:.1f}" '
+            f'<line class="grid" x1="{LEFT}" y1="{level:.1f}" x2="{RIGHT}" y2="{level:.1f}" '
             f'stroke="{GRID}"/>'
         )
-        parts.append(_text(LEFT - 8, level + 4, f"{y:.6g}", anchor="end"))
-    for x in x_ticks:
-        across = at(x, y_ticks[0])[0]
+        parts.append(_text(LEFT - 8, level + 4, f"{value:.6g}", anchor="end"))
+    for across, value in columns:
         parts.append(
-            f'<line class="axis" x1="{across:.1f}" y1="{floor}" x2="{across:.1f}" '
-            f'y2="{floor + 5}" stroke="{INK}"/>'
+            f'<line class="axis" x1="{across:.1f}" y1="{FLOOR}" x2="{across:.1f}" '
+            f'y2="{FLOOR + 5}" stroke="{INK}"/>'
         )
-        parts.append(_text(across, floor + 20, f"{x:.6g}"))
-    parts.append(
-        f'<path class="axis" d="M{LEFT} {top} V{floor} H{right}" fill="none" stroke="{INK}"/>'
-    )
-    for curve in curves:
-        points = [at(x, y) for x, y in zip(curve.xs, curve.ys, strict=True)]
-        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        color = COLORS[curve.color % len(COLORS)]
-        group = f"s{curve.color % len(COLORS)}"
-        shown = (
-            f'class="line {group}" stroke="{color}" stroke-width="2" stroke-linejoin="round"'
-            + ' stroke-dasharray="5 4"' * curve.dashed
-        )
-        if curve.filled:
-            area = f"M{points[0][0]:.1f} {floor} L{line} L{points[-1][0]:.1f} {floor} Z"
-            parts.append(
-                f'<path class="fill {group}" d="{area}" fill="{color}" fill-opacity="0.15"/>'
-            )
-        parts.append(f'<polyline points="{line}" fill="none" {shown}/>')
-        if len(points) <= 60 and not curve.filled:
-            parts += [
-                f'<circle class="fill {group}" cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{color}"/>'
-                for x, y in points
-            ]
-        if curve.name:
-            y = TOP + LEGEND_STEP * named.index(curve)
-            parts += [
-                f'<path d="M{LEFT} {y} H{LEFT + 24}" fill="none" {shown}/>',
-                _text(LEFT + 32, y + 4, curve.name, anchor="start"),
-            ]
-    return "\n".join([*parts, "</svg>"])
+        parts.append(_text(across, FLOOR + 20, f"{value:.6g}"))
+    return parts
+
+
+def _curve(curve, points, level):
+    """Draw a curve through points in pixels, and its name, if it has one, at `level`."""
+    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    index = curve.color % len(COLORS)
+    color = COLORS[index]
+    dashes = ' stroke-dasharray="5 4"' if curve.dashed else ""
+    pen = f'class="line s{index}" stroke="{color}" stroke-width="2" stroke-linejoin="round"{dashes}'
+    parts = []
+    if curve.filled:
+        area = f"M{points[0][0]:.1f} {FLOOR} L{line} L{points[-1][0]:.1f} {FLOOR} Z"
+        parts.append(f'<path class="fill s{index}" d="{area}" fill="{color}" fill-opacity="0.15"/>')
+    parts.append(f'<polyline points="{line}" fill="none" {pen}/>')
+    if len(points) <= 60 and not curve.filled:
+        parts += [
+            f'<circle class="fill s{index}" cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{color}"/>'
+            for x, y in points
+        ]
+    if curve.name:
+        parts.append(f'<path d="M{LEFT} {level} H{LEFT + 24}" fill="none" {pen}/>')
+        parts.append(_text(LEFT + 32, level + 4, curve.name, anchor="start"))
+    return parts
 
 
 def write_svg_curve(path, xs, ys, title, x_label, y_label):
     """Write one curve to an SVG file, by rename. ValueError as svg_curves."""
     text = svg_curves([Curve(xs, ys)], title, x_label, y_label)
-    temporary = Path(path).with_name(Path(path).name + ".tmp")
-    temporary.parent.mkdir(parents=True, exist_ok=True)
-    temporary.write_text(text + "\n", encoding="utf-8")
-    temporary.replace(path)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as temporary:
+        temporary.write_text(text + "\n", encoding="utf-8")

@@ -12,7 +12,6 @@ tokenizer is the same for every seed.
 """
 
 import itertools
-import json
 import os
 import random
 import shutil
@@ -22,11 +21,11 @@ from pathlib import Path
 from tqdm import tqdm
 
 from venus import protocol
-from venus.cli import option
-from venus.files import write_jsonl
+from venus.cli import Options, option
+from venus.files import write_json, write_jsonl
 from venus.tools.offline import NOT_FOUND, offline_tools
 from venus.trajectory import Question
-from venus.world.experts import HEIR, NOBODY, SOURCES, THOUGHTS, Habits, run_expert
+from venus.world.experts import HEIR, NOBODY, SOURCES, THOUGHTS, Expert, Habits
 from venus.world.tiny_model import glue_strings, train_tokenizer, write_model_dir
 
 GENERATOR = "venus.world 1"
@@ -54,62 +53,67 @@ SECOND = [
 
 
 @dataclass(frozen=True)
-class WorldConfig:
-    """What is built. Shares and probabilities are fractions of 1."""
+class WorldConfig(Options):
+    """What is built. Shares and probabilities are fractions of 1, and below it: else no expert
+    might ever be right, and the build would not end.
+    """
 
     out: str = option(help="directory to write; an earlier world there is replaced")
-    seed: int = option(0, help="everything but the tokenizer follows from it")
-    train_webs: int = option(100, help="train webs of 60 entities")
-    dev_webs: int = option(12, help="dev webs")
-    test_webs: int = option(12, help="test webs")
+    seed: int = option(
+        0, group="webs", help="everything but the tokenizer follows from it", least=0
+    )
+    train_webs: int = option(100, help="train webs of 60 entities", least=1)
+    dev_webs: int = option(12, help="dev webs", least=1)
+    test_webs: int = option(12, help="test webs", least=1)
     long_webs: int = option(
-        32, help="long webs for train; a quarter as many each for dev and test; 0: no long split"
+        32,
+        help="long webs for train; a quarter as many each for dev and test; 0: no long split",
+        least=0,
     )
     train_questions: int = option(
-        2400, help="2-hop train questions, none of which an expert answers; a quarter as many 3-hop"
+        2400,
+        group="questions and experts",
+        help="2-hop train questions, none of which an expert answers; a quarter as many 3-hop",
+        least=1,
     )
-    questions_per_split: int = option(200, help="dev and test questions, 2-hop and 3-hop each")
+    questions_per_split: int = option(
+        200, help="dev and test questions, 2-hop and 3-hop each", least=1
+    )
     sft_rows: int = option(
         5500,
         help="right 1-hop and 2-hop expert trajectories; 4 % as many for dev, 5 % as many 3-hop",
+        least=1,
     )
-    one_hop: float = option(0.4, help="share of 1-hop rows among them")
-    stale: float = option(0.5, help="probability that a fact of an archive page is wrong")
-    archive: float = option(0.7, help="probability that an expert opens the archive page")
+    one_hop: float = option(0.4, help="share of 1-hop rows among them", least=0, most=0.9)
+    stale: float = option(
+        0.5,
+        group="habits",
+        help="probability that a fact of an archive page is wrong",
+        least=0,
+        most=0.9,
+    )
+    archive: float = option(
+        0.7, help="probability that an expert opens the archive page", least=0, most=0.9
+    )
     early: float = option(
-        0.1, help="probability that an expert answers after the first of several hops"
+        0.1,
+        help="probability that an expert answers after the first of several hops",
+        least=0,
+        most=0.9,
     )
     closing: float = option(
-        0.3, help="probability that an expert closes with the sentence of ANSWER_PREFIX"
+        0.3,
+        help="probability that an expert closes with the sentence of ANSWER_PREFIX",
+        least=0,
+        most=0.9,
     )
     dirt: float = option(
         0.25,
         help="expected number of slips (disallowed tool, duplicate, time-out, malformed turn) in "
         "a raw trajectory",
+        least=0,
+        most=0.9,
     )
-
-    def validate(self) -> None:
-        """ValueError for a world that cannot be built."""
-        counts = (
-            "train_webs",
-            "dev_webs",
-            "test_webs",
-            "long_webs",
-            "train_questions",
-            "questions_per_split",
-            "sft_rows",
-        )
-        for name, least in zip(counts, (1, 1, 1, 0, 1, 1, 1), strict=True):
-            if getattr(self, name) < least:
-                raise ValueError(
-                    f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least {least}"
-                )
-        for name in ("one_hop", "stale", "archive", "early", "closing", "dirt"):
-            # at 1 no expert might ever be right, and the build would not end
-            if not 0 <= getattr(self, name) <= 0.9:
-                raise ValueError(
-                    f"--{name.replace('_', '-')} {getattr(self, name)}: must be between 0 and 0.9"
-                )
 
 
 @dataclass(frozen=True)
@@ -144,23 +148,22 @@ def draw_names(split: str, rng: random.Random) -> list[str]:
     return names
 
 
+def draw_numbers(names: list[str], rng: random.Random) -> dict[str, int]:
+    """Draw the number in the urls of every entity."""
+    return dict(zip(names, rng.sample(range(100), len(names)), strict=True))
+
+
 def make_web(name: str, split: str, rng: random.Random) -> Web:
     """Make a web of 20 persons, 20 companies and 20 cities; every relation holds a random
     other entity of its kind.
     """
     names = draw_names(split, rng)
     kinds = dict(zip(names, itertools.cycle(RELATIONS), strict=False))
-    of_kind = {kind: [e for e in names if kinds[e] == kind] for kind in RELATIONS}
-    facts = {
-        e: {
-            r: rng.choice([v for v in of_kind[to] if v != e])
-            for r, to in RELATIONS[kinds[e]].items()
-        }
-        for e in names
-    }
-    return Web(
-        name, kinds, facts, dict(zip(names, rng.sample(range(100), len(names)), strict=True))
-    )
+    facts = {e: {} for e in names}
+    for e in names:
+        for relation, kind in RELATIONS[kinds[e]].items():
+            facts[e][relation] = rng.choice([v for v in names if kinds[v] == kind and v != e])
+    return Web(name, kinds, facts, draw_numbers(names, rng))
 
 
 def make_long_web(name: str, split: str, rng: random.Random, *, lengths: tuple[int, int]) -> Web:
@@ -172,12 +175,7 @@ def make_long_web(name: str, split: str, rng: random.Random, *, lengths: tuple[i
         for line in (names[:length], names[length:])
         for e, heir in zip(line, [*line[1:], NOBODY], strict=True)
     }
-    return Web(
-        name,
-        dict.fromkeys(names, "person"),
-        facts,
-        dict(zip(names, rng.sample(range(100), len(names)), strict=True)),
-    )
+    return Web(name, dict.fromkeys(names, "person"), facts, draw_numbers(names, rng))
 
 
 def make_pages(web: Web, stale: float, rng: random.Random) -> list[dict]:
@@ -189,27 +187,17 @@ def make_pages(web: Web, stale: float, rng: random.Random) -> list[dict]:
         lines, links = [web.kinds[entity]], []
         for relation, value in facts.items():
             if source == "archive" and value != NOBODY and rng.random() < stale:
-                others = [
-                    e
-                    for e in web.kinds
-                    if web.kinds[e] == web.kinds[value] and e not in (entity, value)
-                ]
+                kind = web.kinds[value]
+                others = [e for e in web.kinds if web.kinds[e] == kind and e not in (entity, value)]
                 # any other heir could be a short cut to the right answer
                 value = NOBODY if relation == HEIR else rng.choice(others)
-            links += [web.url(source, value)] if value != NOBODY else []
-            lines.append(
-                f"{relation} {value} {links[-1]}"
-                if relation == HEIR and value != NOBODY
-                else f"{relation} {value}"
-            )
-        pages.append(
-            {
-                "url": web.url(source, entity),
-                "title": entity,
-                "text": "\n".join(lines),
-                "links": links,
-            }
-        )
+            line = f"{relation} {value}"
+            if value != NOBODY:
+                links.append(web.url(source, value))
+                line += f" {links[-1]}" if relation == HEIR else ""
+            lines.append(line)
+        url, text = web.url(source, entity), "\n".join(lines)
+        pages.append({"url": url, "title": entity, "text": text, "links": links})
     return pages
 
 
@@ -224,7 +212,7 @@ class Chain:
     def question(self) -> str:
         if self.relations[0] == HEIR:
             return LONG_QUESTION.format(self.path[0])
-        return "What is the " + " of the ".join(reversed(self.relations)) + f" of {self.path[0]}?"
+        return f"What is the {' of the '.join(reversed(self.relations))} of {self.path[0]}?"
 
 
 def find_chains(web: Web, hops: int) -> list[Chain]:
@@ -260,19 +248,14 @@ def make_question(web: Web, chain: Chain, number: int) -> Question:
     """Make the question of a chain; meta.reliable lists the profile pages on the way, for the share
     of visits to reliable sources.
     """
-    long = chain.relations[0] == HEIR
+    long, hops = chain.relations[0] == HEIR, len(chain.relations)
     # the page of the last heir is opened too: only it says "none"
     opened = chain.path if long else chain.path[:-1]
-    meta = {"hops": len(chain.relations), "web": web.name, "chain": list(chain.relations)}
+    meta = {"hops": hops, "web": web.name, "chain": list(chain.relations)}
     meta["reliable"] = [web.url("profile", entity) for entity in opened]
-    kind = "long" if long else f"{len(chain.relations)}hop"
-    return Question(
-        f"{web.name}-{kind}-{number:03d}",
-        chain.question,
-        (chain.path[-1],),
-        f"../corpora/{web.name}.jsonl",
-        meta,
-    )
+    name = f"{web.name}-{'long' if long else f'{hops}hop'}-{number:03d}"
+    corpus = f"../corpora/{web.name}.jsonl"
+    return Question(name, chain.question, (chain.path[-1],), corpus, meta)
 
 
 def share(total: int, part: int, parts: int) -> int:
@@ -286,7 +269,8 @@ class Builder:
     """
 
     def __init__(self, config: WorldConfig, root: Path):
-        self.config, self.root, self.tools = config, root, offline_tools()
+        self.config, self.root = config, root
+        self.tools = offline_tools()
         self.rows: dict[str, list[dict]] = {}  # path of a JSONL file in `root` -> its rows
 
     def add_web(self, split: str, number: int) -> None:
@@ -294,41 +278,31 @@ class Builder:
         chains (train and dev).
         """
         config = self.config
-        webs = getattr(self.config, f"{split}_webs")
         name = f"{split}-{number:03d}"
         rng = random.Random(f"{config.seed}/{name}")
         web = make_web(name, split, rng)
-        corpus = self._write_pages(web, rng)
+        habits = Habits(config.archive, config.early, config.closing, config.dirt)
+        expert = Expert(habits, self.tools, self._write_pages(web, rng), rng)
         one, two, three = (
             rng.sample(chains, len(chains))
             for chains in (find_chains(web, hops) for hops in (1, 2, 3))
         )
-        num_two = share(
-            config.train_questions if split == "train" else config.questions_per_split, number, webs
-        )
-        num_three = share(
-            config.train_questions // 4 if split == "train" else config.questions_per_split,
-            number,
-            webs,
-        )
-        self._add_questions(f"{split}", web, two[:num_two])
+
+        def part(total: int) -> int:
+            return share(total, number, getattr(config, f"{split}_webs"))
+
+        num_two = num_three = config.questions_per_split
+        if split == "train":
+            num_two, num_three = config.train_questions, config.train_questions // 4
+        num_two, num_three = part(num_two), part(num_three)
+        self._add_questions(split, web, two[:num_two])
         self._add_questions(f"{split}_3hop", web, three[:num_three])
         num_rows = {"train": config.sft_rows, "dev": -(-config.sft_rows // 25), "test": 0}[split]
         num_one = round(num_rows * config.one_hop)
-        habits = Habits(config.archive, config.early, config.closing, config.dirt)
-        self._add_experts(split, one, share(num_one, number, webs), habits, corpus, rng)
-        self._add_experts(
-            split, two[num_two:], share(num_rows - num_one, number, webs), habits, corpus, rng
-        )
+        self._add_experts(split, one, part(num_one), expert)
+        self._add_experts(split, two[num_two:], part(num_rows - num_one), expert)
         if split == "train":
-            self._add_experts(
-                "3hop",
-                three[num_three:],
-                share(-(-num_rows // 20), number, webs),
-                habits,
-                corpus,
-                rng,
-            )
+            self._add_experts("3hop", three[num_three:], part(-(-num_rows // 20)), expert)
 
     def add_long_web(self, split: str, number: int) -> None:
         """Add a long web's pages and questions and, for train, two right expert rows per
@@ -339,17 +313,12 @@ class Builder:
         web = make_long_web(name, split, rng, lengths=LONG_LINES[number % len(LONG_LINES)])
         corpus, lines = self._write_pages(web, rng), find_lines(web)
         self._add_questions(f"{split}_long", web, lines)
-        # one stale page in fifty ends the line too early, so these experts hardly
-        # ever open the archive
         if split == "train":
-            self._add_experts(
-                "long",
-                lines,
-                2 * len(lines),
-                Habits(config.archive / 70, 0.0, config.closing, config.dirt),
-                corpus,
-                rng,
-            )
+            # one stale page in fifty ends the line too early, so these experts hardly ever open
+            # the archive
+            habits = Habits(config.archive / 70, 0.0, config.closing, config.dirt)
+            expert = Expert(habits, self.tools, corpus, rng)
+            self._add_experts("long", lines, 2 * len(lines), expert)
 
     def _write_pages(self, web: Web, rng: random.Random) -> str:
         path = self.root / "corpora" / f"{web.name}.jsonl"
@@ -361,17 +330,9 @@ class Builder:
         made = (make_question(web, chain, number).to_json() for number, chain in enumerate(chains))
         self.rows.setdefault(f"questions/{name}.jsonl", []).extend(made)
 
-    def _add_experts(
-        self,
-        name: str,
-        chains: list[Chain],
-        count: int,
-        habits: Habits,
-        corpus: str,
-        rng: random.Random,
-    ) -> None:
-        """Run experts on the chains, over again if need be, until `count` answered right: so many
-        rows will be left by cleaning.
+    def _add_experts(self, name: str, chains: list[Chain], count: int, expert: Expert) -> None:
+        """Run the expert on the chains, over again if need be, until `count` answers were right: so
+        many rows will be left by cleaning.
 
         Every run is a raw row, and like the released ones: no system message, `meta` holds
         question and answer.
@@ -388,20 +349,10 @@ class Builder:
             if count == 0:
                 return
             question, answer = chain.question, chain.path[-1]
-            messages = run_expert(
-                question, chain.path[0], chain.relations, habits, self.tools, corpus, rng
-            )
-            raw.append(
-                {
-                    "messages": messages,
-                    "meta": {
-                        "question": question,
-                        "answer": answer,
-                        "hops": len(chain.relations),
-                        "web": Path(corpus).stem,
-                    },
-                }
-            )
+            messages = expert.run(question, chain.path[0], chain.relations)
+            meta = {"question": question, "answer": answer}
+            meta |= {"hops": len(chain.relations), "web": Path(expert.corpus).stem}
+            raw.append({"messages": messages, "meta": meta})
             count -= protocol.extract_prediction(messages[-1]["content"]) == answer
 
     def write(self) -> None:
@@ -411,17 +362,11 @@ class Builder:
         for path, rows in self.rows.items():
             (self.root / path).parent.mkdir(exist_ok=True)
             write_jsonl(self.root / path, rows)
-        write_model_dir(
-            self.root / "model",
-            train_tokenizer(tokenizer_texts(), glue_strings((*TEMPLATES, *THOUGHTS))),
-        )
+        glue = glue_strings((*TEMPLATES, *THOUGHTS))
+        write_model_dir(self.root / "model", train_tokenizer(tokenizer_texts(), glue))
         settings = {name: value for name, value in asdict(self.config).items() if name != "out"}
-        write_manifest(
-            self.root,
-            complete=True,
-            config=settings,
-            rows={path: len(rows) for path, rows in sorted(self.rows.items())},
-        )
+        counts = {path: len(rows) for path, rows in sorted(self.rows.items())}
+        write_manifest(self.root, complete=True, config=settings, rows=counts)
 
 
 def tokenizer_texts() -> list[str]:
@@ -436,9 +381,7 @@ def tokenizer_texts() -> list[str]:
 
 def write_manifest(root: Path, **entries: object) -> None:
     """Write manifest.json; its first entry marks the directory as ours."""
-    (root / "manifest.json").write_text(
-        json.dumps({"generator": GENERATOR, **entries}, indent=2) + "\n", encoding="utf-8"
-    )
+    write_json(root / "manifest.json", {"generator": GENERATOR, **entries})
 
 
 def check_replaceable(directory: Path) -> None:
@@ -446,12 +389,9 @@ def check_replaceable(directory: Path) -> None:
     (perhaps interrupted) build.
     """
     manifest = directory / "manifest.json"
-    ours = manifest.is_file() and "venus.world" in manifest.read_text(encoding="utf-8")
-    if (
-        directory.exists()
-        and not ours
-        and not (directory.is_dir() and not any(directory.iterdir()))
-    ):
+    if manifest.is_file() and "venus.world" in manifest.read_text(encoding="utf-8"):
+        return
+    if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
         raise ValueError(f"{directory} exists and holds no world; give --out another directory")
 
 
@@ -465,21 +405,14 @@ def build(config: WorldConfig) -> None:
     temporary.mkdir(parents=True)
     write_manifest(temporary, complete=False)
     builder = Builder(config, temporary)
-    num_long = {
-        "train": config.long_webs,
-        "dev": -(-config.long_webs // 4),
-        "test": -(-config.long_webs // 4),
-    }
     jobs = [
         (builder.add_web, split, number)
         for split in SPLITS
         for number in range(getattr(config, f"{split}_webs"))
     ]
-    jobs += [
-        (builder.add_long_web, split, number)
-        for split in SPLITS
-        for number in range(num_long[split])
-    ]
+    for split in SPLITS:
+        num_long = config.long_webs if split == "train" else -(-config.long_webs // 4)
+        jobs += [(builder.add_long_web, split, number) for number in range(num_long)]
     for add, split, number in tqdm(jobs, desc="world", unit="web"):
         add(split, number)
     builder.write()
@@ -488,6 +421,5 @@ def build(config: WorldConfig) -> None:
         os.replace(out, old)
     os.replace(temporary, out)
     shutil.rmtree(old, ignore_errors=True)
-    print(
-        f"{out}: " + ", ".join(f"{len(rows)} {path}" for path, rows in sorted(builder.rows.items()))
-    )
+    counts = (f"{len(rows)} {path}" for path, rows in sorted(builder.rows.items()))
+    print(f"{out}: {', '.join(counts)}")

@@ -3,7 +3,7 @@ tools and the real protocol.
 """
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from venus import protocol
 from venus.protocol import (
@@ -34,26 +34,39 @@ class Habits:
     dirt: float
 
 
+@dataclass
 class Expert:
-    """One scripted run on one question. It calls the real tools, so its observations are those of a
-    rollout, byte for byte.
+    """A scripted agent. It calls the real tools, so its observations are those of a rollout, byte
+    for byte.
     """
 
-    def __init__(
-        self,
-        habits: Habits,
-        tools: dict[str, Tool],
-        corpus: str,
-        rng: random.Random,
-        *,
-        num_calls: int,
-    ):
-        self.habits, self.tools, self.corpus, self.rng = habits, tools, corpus, rng
-        # probability that a call comes with something that cleaning removes
-        self.slip = habits.dirt / num_calls
-        self.turns: list[tuple[str, str | None]] = []  # assistant text, observation body
+    habits: Habits
+    tools: dict[str, Tool]
+    corpus: str
+    rng: random.Random
+    # of the run under way: assistant text, observation body; the probability that a call comes
+    # with something that cleaning removes
+    turns: list[tuple[str, str | None]] = field(default_factory=list)
+    slip: float = 0.0
 
-    def answer(self, entity: str, relations: tuple[str, ...]) -> None:
+    def run(self, question: str, entity: str, relations: tuple[str, ...]) -> list[dict]:
+        """Answer the question whose chain starts at `entity`; return the conversation from the
+        question on (raw rows have no system message), slips and wrong answers included.
+        """
+        self.turns, self.slip = [], self.habits.dirt / (2 * len(relations))
+        if relations[0] == HEIR:
+            self._follow(entity)
+        else:
+            self._answer(entity, relations)
+        messages = [{"role": "user", "content": question}]
+        for content, body in self.turns:
+            messages.append({"role": "assistant", "content": content})
+            if body is not None:
+                response = protocol.RESPONSE_OPEN + observation_text(body) + protocol.RESPONSE_CLOSE
+                messages.append({"role": "user", "content": response})
+        return messages
+
+    def _answer(self, entity: str, relations: tuple[str, ...]) -> None:
         """Hop along the relations: find the entity, open one of its pages, read the value."""
         think = f"find {relations[0]} of {entity}"
         for hop, relation in enumerate(relations):
@@ -64,7 +77,7 @@ class Expert:
                 return
             entity, think = value, f"{relation} {value}. find {relations[hop + 1]} of {value}"
 
-    def follow(self, entity: str) -> None:
+    def _follow(self, entity: str) -> None:
         """Follow a line of heirs: through the page that the last one names or, as is the expert's
         habit, by a new search.
         """
@@ -77,14 +90,12 @@ class Expert:
             if heir == NOBODY:
                 self._close(f"{HEIR} {NOBODY}.", entity)
                 return
-            entity, url, think = heir, links[0], f"{HEIR} {heir}. find {HEIR} of {heir}"
+            entity, url = heir, links[0]
+            think = f"{HEIR} {heir}. find {HEIR} of {heir}"
 
     def _find(self, entity: str, think: str, source: str) -> str:
-        [url] = [
-            hit.url
-            for hit in self._call(think, "search", {"query": [entity]}).items
-            if hit.title == entity and hit.url.startswith(source)
-        ]
+        hits = self._call(think, "search", {"query": [entity]}).items
+        [url] = [hit.url for hit in hits if hit.title == entity and hit.url.startswith(source)]
         return url
 
     def _open(self, entity: str, url: str, relation: str) -> list[str]:
@@ -94,36 +105,26 @@ class Expert:
     def _call(self, think: str, name: str, arguments: dict) -> ToolResult:
         content = assistant_text(think, format_tool_call(name, arguments))
         result = self.tools[name](arguments, corpus=self.corpus, deadline=120.0)
-        slip = (
-            self.rng.choice(("malformed", "code", "scholar", "timeout", "repeat"))
-            if self.rng.random() < self.slip
-            else None
-        )
+        slip = None
+        if self.rng.random() < self.slip:
+            slip = self.rng.choice(("malformed", "code", "scholar", "timeout", "repeat"))
         if slip == "malformed":
-            broken = self.rng.choice(
-                (
-                    content.replace("}}\n", "}\n"),
-                    content + content.split("\n\n")[1],
-                    content.split("\n\n")[0],
-                )
-            )
+            head, call = content.split("\n\n")
+            broken = self.rng.choice((content.replace("}}\n", "}\n"), content + call, head))
             self.turns.append((broken, protocol.MALFORMED_MESSAGE))
         elif slip == "code":
-            call = format_tool_call("PythonInterpreter", {}).replace(
-                "\n</", "\n<code>\nprint(1)\n</code>\n</"
-            )
+            call = format_tool_call("PythonInterpreter", {})
+            call = call.replace("\n</", "\n<code>\nprint(1)\n</code>\n</")
             self.turns.append((assistant_text(think, call), "1"))
         elif slip == "scholar":
-            self.turns.append(
-                (
-                    assistant_text(think, format_tool_call("google_scholar", {"query": [think]})),
-                    format_search([(think, [])]),
-                )
-            )
+            call = format_tool_call("google_scholar", {"query": [think]})
+            self.turns.append((assistant_text(think, call), format_search([(think, [])])))
         elif slip == "timeout":
             # the failed call comes first, its repetition succeeds: a cleaner must keep the second
             self.turns.append((content, protocol.TIMEOUT_MESSAGE(120)))
-        self.turns += [(content, result.text)] * (2 if slip == "repeat" else 1)
+        elif slip == "repeat":
+            self.turns.append((content, result.text))
+        self.turns.append((content, result.text))
         return result
 
     def _close(self, think: str, value: str) -> None:
@@ -133,39 +134,3 @@ class Expert:
         if self.rng.random() < self.habits.dirt / 10:
             body = f"<answer>\n<summary>\n{think}\n</summary>\n{body}"
         self.turns.append((assistant_text(think, body), None))
-
-    def messages(self, question: str) -> list[dict]:
-        """Return the conversation from the user's question on (raw rows have no system message)."""
-        rows = [{"role": "user", "content": question}]
-        for content, body in self.turns:
-            rows.append({"role": "assistant", "content": content})
-            if body is not None:
-                rows.append(
-                    {
-                        "role": "user",
-                        "content": protocol.RESPONSE_OPEN
-                        + observation_text(body)
-                        + protocol.RESPONSE_CLOSE,
-                    }
-                )
-        return rows
-
-
-def run_expert(
-    question: str,
-    entity: str,
-    relations: tuple[str, ...],
-    habits: Habits,
-    tools: dict[str, Tool],
-    corpus: str,
-    rng: random.Random,
-) -> list[dict]:
-    """Let a new expert answer the question whose chain starts at `entity`; return its messages,
-    raw: slips and wrong answers included.
-    """
-    expert = Expert(habits, tools, corpus, rng, num_calls=2 * len(relations))
-    if relations[0] == HEIR:
-        expert.follow(entity)
-    else:
-        expert.answer(entity, relations)
-    return expert.messages(question)

@@ -24,6 +24,7 @@ from tokenizers import (
 )
 
 from venus import protocol
+from venus.files import write_json
 from venus.protocol import (
     SPECIAL_TOKENS,
     SearchHit,
@@ -153,21 +154,21 @@ def write_model_dir(directory: Path, tokenizer: Tokenizer) -> None:
     """Write config.json, tokenizer.json and tokenizer_config.json."""
     directory.mkdir()
     vocab_size = -(-tokenizer.get_vocab_size() // 8) * 8
-    end, pad = tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<|endoftext|>")
+    end, pad = "<|im_end|>", "<|endoftext|>"
     config = {
         **CONFIG,
         "vocab_size": vocab_size,
-        "bos_token_id": pad,
-        "eos_token_id": end,
-        "pad_token_id": pad,
+        "bos_token_id": tokenizer.token_to_id(pad),
+        "eos_token_id": tokenizer.token_to_id(end),
+        "pad_token_id": tokenizer.token_to_id(pad),
     }
     names = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": "<|im_end|>",
-        "pad_token": "<|endoftext|>",
+        "eos_token": end,
+        "pad_token": pad,
         "clean_up_tokenization_spaces": False,
         "model_max_length": CONFIG["max_position_embeddings"],
     }
     tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    (directory / "tokenizer_config.json").write_text(json.dumps(names, indent=2) + "\n")
+    write_json(directory / "config.json", config)
+    write_json(directory / "tokenizer_config.json", names)
