@@ -15,7 +15,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-from torch.distributed.elastic.multiprocessing.errors import record
 
 from venus.cli import option, run
 from venus.files import write_jsonl
@@ -57,7 +56,7 @@ from venus.train.loop import (
     export_latest,
     timed,
 )
-from venus.train.parallel import World, unsharded
+from venus.train.parallel import World, recorded, unsharded
 from venus.trajectory import Outcome, Question, Trajectory, read_questions
 
 
@@ -218,7 +217,7 @@ class IgpoConfig(RolloutOptions, TrainingOptions):
         )
 
 
-@record
+@recorded
 def main(cfg: IgpoConfig, keys: Keys) -> int | None:
     """Per step: roll out, score, credit, update."""
     cfg.set_threads()

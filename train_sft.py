@@ -15,7 +15,6 @@ from array import array
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.elastic.multiprocessing.errors import record
 from tqdm import tqdm
 
 from venus.cli import option, run
@@ -29,7 +28,7 @@ from venus.train.backward import backward, padding_share, with_weights
 from venus.train.batches import Document, batch_items, steps_per_epoch
 from venus.train.checkpoint import load_sharded
 from venus.train.loop import TrainingOptions, TrainingRun, compute_dtype, digest, export_latest
-from venus.train.parallel import World, shard
+from venus.train.parallel import World, recorded, shard
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ class Rows:
     num_long: int
 
 
-@record
+@recorded
 def main(cfg: SftConfig) -> int | None:
     """Encode the rows, then one optimizer step per batch; checkpoints on the way, a Hugging Face
     directory at the end.

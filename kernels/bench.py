@@ -32,7 +32,7 @@ from torch import Tensor
 
 from kernels.cross_entropy import linear_log_probs, linear_token_loss
 from kernels.gt_score import branch_attention, branch_attention_ref, plan_rows, visibility
-from kernels.launch import triton
+from kernels.language import triton
 
 # one bf16 product on an H100 or H200, as others measured it; the data sheet says 989
 PEAK_TFLOPS = 790

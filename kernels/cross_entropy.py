@@ -43,7 +43,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.launch import architecture, choose_kernel, descriptor, dot, row_sums, tl, triton
+from kernels.language import descriptor, dot, row_sums, tl, triton
+from kernels.launch import architecture, choose_kernel
 
 CHUNK_BYTES_CPU = 80 * 2**20
 CHUNK_BYTES_CUDA = 2**30

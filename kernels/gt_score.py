@@ -38,7 +38,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.launch import INTERPRETED, architecture, descriptor, dot, tl, triton
+from kernels.language import INTERPRETED, descriptor, dot, tl, triton
+from kernels.launch import architecture
 
 NO_BRANCH = 2**31 - 1
 LOG2_E = 1.4426950408889634

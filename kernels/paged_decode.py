@@ -28,7 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.gt_score import LOG2_E
-from kernels.launch import INTERPRETED, architecture, choose_kernel, dot, tl, triton
+from kernels.language import INTERPRETED, dot, tl, triton
+from kernels.launch import architecture, choose_kernel
 
 
 class Blocks(NamedTuple):

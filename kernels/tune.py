@@ -16,7 +16,8 @@ import torch
 from kernels import cross_entropy, gt_score
 from kernels.cross_entropy import Tiles
 from kernels.gt_score import Blocks
-from kernels.launch import architecture, triton
+from kernels.language import triton
+from kernels.launch import architecture
 
 
 def candidates(op: str, descriptors: bool) -> list:

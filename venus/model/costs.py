@@ -9,8 +9,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from kernels.cross_entropy import CHUNK_BYTES_CPU, CHUNK_BYTES_CUDA
-
 # of a GPU's memory: the rest is the driver's, the allocator's rounding and its fragments
 USABLE = 0.92
 # a block under backward holds what it saved and the gradients of about half of it
@@ -107,6 +105,8 @@ def loss_bytes(config, tokens: int, bf16: bool) -> int:
     """Bytes of the one-pass loss: a chunk of fp32 logits, in bf16 dz beside it, the head's gradient
     in fp32 (and as handed on), hidden rows, final norm.
     """
+    from kernels.cross_entropy import CHUNK_BYTES_CPU, CHUNK_BYTES_CUDA  # with Triton: slow
+
     width, row = 2 if bf16 else 4, 4 * config.vocab_size
     most = max(1, (CHUNK_BYTES_CUDA if bf16 else CHUNK_BYTES_CPU) // row)
     most -= most % 128 if most > 128 else 0

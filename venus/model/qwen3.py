@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
-from kernels.cross_entropy import fp32_logits, linear_log_probs, linear_token_loss
 from venus.model.attention import CachedLayout, Layout, attend, plan_attention
 from venus.model.cache import KVCache
 
@@ -427,6 +426,8 @@ class Qwen3(nn.Module):
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """fp32 logits [N, V] of selected hidden rows."""
+        from kernels.cross_entropy import fp32_logits  # slow to import, with Triton
+
         return fp32_logits(hidden_ND, self.lm_head.weight)
 
     def token_stats(
@@ -447,6 +448,8 @@ class Qwen3(nn.Module):
         targets_BS[b, s] is predicted from ids_BS[b, :s+1] (already shifted). Rows are selected
         before the lm_head. kernel: "triton", "torch", or "auto", Triton on CUDA.
         """
+        from kernels.cross_entropy import linear_log_probs
+
         rows, hidden_ND, targets_N = self._selected(
             ids_BS, targets_BS, mask_BS, positions_BS, layout, cache, kernel
         )
@@ -477,6 +480,8 @@ class Qwen3(nn.Module):
 
         The gradient is computed in the same pass, from the loss's slope: backward may run once.
         """
+        from kernels.cross_entropy import linear_token_loss
+
         rows, hidden_ND, targets_N = self._selected(
             ids_BS, targets_BS, loss.weights_BS != 0, positions_BS, layout, None, kernel
         )
