@@ -1,5 +1,5 @@
 """Triton's names, or stand-ins where it is not installed, and what several kernels share: TMA
-descriptors and a matrix product that the interpreter gets right.
+descriptors, checks of what they read, and a matrix product that the interpreter gets right.
 """
 
 import torch
@@ -39,6 +39,22 @@ def descriptor(tensor: torch.Tensor, block_shape: list[int]) -> "TensorDescripto
             "at multiples of 16 bytes"
         )
     return TensorDescriptor.from_tensor(tensor, block_shape)
+
+
+def check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """ValueError for a head_dim (the last dimension) or dtypes that attention's products cannot
+    take.
+    """
+    if q.shape[-1] not in (16, 32, 64, 128, 256):
+        raise ValueError(
+            f"head_dim {q.shape[-1]}: a power of 2 from 16 to 256 is needed; use kernel 'torch'"
+        )
+    is_half = q.dtype in (torch.bfloat16, torch.float16)
+    if not q.dtype == k.dtype == v.dtype or not (INTERPRETED or is_half):
+        raise ValueError(
+            f"dtypes {q.dtype}, {k.dtype}, {v.dtype}: one of bf16 and fp16 is needed; use kernel "
+            "'torch'"
+        )
 
 
 @triton.jit

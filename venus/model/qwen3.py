@@ -69,47 +69,25 @@ class Qwen3Config:
         """
         if not isinstance(raw, dict):
             raise ValueError(f"{where}: {type(raw).__name__} instead of a JSON object")
+        _check_supported(raw, where)
         rope = raw.get("rope_parameters") or {}
-        unsupported = {
-            "model_type": raw.get("model_type") != "qwen3",
-            "hidden_act": raw.get("hidden_act", "silu") != "silu",
-            "attention_bias": bool(raw.get("attention_bias")),
-            "attention_dropout": bool(raw.get("attention_dropout")),
-            "rope_scaling": raw.get("rope_scaling") is not None,
-            "rope_parameters": bool(set(rope) - {"rope_theta", "rope_type"})
-            or rope.get("rope_type", "default") != "default",
-            "use_sliding_window": bool(raw.get("use_sliding_window")),
-            "layer_types": any(kind != "full_attention" for kind in raw.get("layer_types") or []),
-            "num_experts": raw.get("num_experts") is not None,
-            "quantization_config": raw.get("quantization_config") is not None,
-        }
-        for key, is_unsupported in unsupported.items():
-            if is_unsupported:
-                raise ValueError(
-                    f"{where}: {key} = {raw.get(key)!r} is not supported; Venus implements "
-                    "dense Qwen3 with plain RoPE and full attention"
-                )
-        values = dict(raw)
-        values.setdefault("rope_theta", rope.get("rope_theta"))
+        values = {"rope_theta": rope.get("rope_theta"), **raw}
         values["dtype"] = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
-        names = [field.name for field in dataclasses.fields(Qwen3Config)]
-        missing = [name for name in names if values.get(name) is None]
-        if missing:
+        fields = dataclasses.fields(Qwen3Config)
+        if missing := [field.name for field in fields if values.get(field.name) is None]:
             raise ValueError(f"{where}: missing {', '.join(missing)}")
-        for field in dataclasses.fields(Qwen3Config):
-            value = values[field.name]
+        for field in fields:
+            value, is_number = values[field.name], field.type in (int, float)
             kinds = (int, float) if field.type is float else (field.type,)
-            if type(value) not in kinds or (field.type in (int, float) and value <= 0):
-                raise ValueError(
-                    f"{where}: {field.name} = {value!r} is not a "
-                    f"{field.type.__name__}{' > 0' * (field.type in (int, float))}"
-                )
-        if "rope_theta" in raw and rope.get("rope_theta", raw["rope_theta"]) != raw["rope_theta"]:
+            if type(value) not in kinds or (is_number and value <= 0):
+                kind = f"{field.type.__name__}{' > 0' * is_number}"
+                raise ValueError(f"{where}: {field.name} = {value!r} is not a {kind}")
+        if rope.get("rope_theta", values["rope_theta"]) != values["rope_theta"]:
             raise ValueError(
                 f"{where}: rope_theta {raw['rope_theta']} and rope_parameters.rope_theta "
                 f"{rope['rope_theta']} disagree"
             )
-        config = Qwen3Config(**{name: values[name] for name in names})
+        config = Qwen3Config(**{field.name: values[field.name] for field in fields})
         if config.num_attention_heads % config.num_key_value_heads:
             raise ValueError(
                 f"{where}: {config.num_attention_heads} query heads do not divide among "
@@ -128,18 +106,39 @@ class Qwen3Config:
             "hidden_act": "silu",
             "attention_bias": False,
             "attention_dropout": 0.0,
-        }
-        fixed |= {
             "use_sliding_window": False,
             "sliding_window": None,
             "max_window_layers": self.num_hidden_layers,
             "rope_scaling": None,
         }
+        ours = dataclasses.asdict(self)
         return (
-            fixed
-            | dataclasses.asdict(self)
-            | {"torch_dtype": self.dtype, "rope_parameters": rope, "use_cache": True}
+            fixed | ours | {"torch_dtype": self.dtype, "rope_parameters": rope, "use_cache": True}
         )
+
+
+def _check_supported(raw: dict, where: str) -> None:
+    """ValueError for a setting whose arithmetic this model does not have."""
+    rope = raw.get("rope_parameters") or {}
+    unsupported = {
+        "model_type": raw.get("model_type") != "qwen3",
+        "hidden_act": raw.get("hidden_act", "silu") != "silu",
+        "attention_bias": raw.get("attention_bias"),
+        "attention_dropout": raw.get("attention_dropout"),
+        "rope_scaling": raw.get("rope_scaling") is not None,
+        "rope_parameters": set(rope) - {"rope_theta", "rope_type"}
+        or rope.get("rope_type", "default") != "default",
+        "use_sliding_window": raw.get("use_sliding_window"),
+        "layer_types": any(kind != "full_attention" for kind in raw.get("layer_types") or []),
+        "num_experts": raw.get("num_experts") is not None,
+        "quantization_config": raw.get("quantization_config") is not None,
+    }
+    for key, is_unsupported in unsupported.items():
+        if is_unsupported:
+            raise ValueError(
+                f"{where}: {key} = {raw.get(key)!r} is not supported; Venus implements "
+                "dense Qwen3 with plain RoPE and full attention"
+            )
 
 
 # Qwen3-4B-Thinking-2507, the paper's model
