@@ -165,8 +165,7 @@ def _with_earlier(
         assert first == 0, f"rows from {first} on need the cache with the rows before"
         return k_NKE, v_NKE
     keys_TKE, values_TKE = (
-        buffers[layer][0].transpose(0, 1)[: first + len(k_NKE)]
-        for buffers in (cache.keys_RKTE, cache.values_RKTE)
+        buffers[layer][0].transpose(0, 1)[: first + len(k_NKE)] for buffers in cache.buffers
     )
     keys_TKE[first:], values_TKE[first:] = k_NKE, v_NKE
     return keys_TKE, values_TKE

@@ -206,17 +206,14 @@ class Attention(nn.Module):
         layer: int,
         wanted_N: Tensor | None,
     ) -> Tensor:
-        k_BSKE = apply_rope(
-            self.k_norm(self.k_proj(x_BSD).unflatten(-1, (-1, self.head_dim))), *rope
-        )
-        v_BSKE = self.v_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
+        per_head = (-1, self.head_dim)
+        k_BSKE = apply_rope(self.k_norm(self.k_proj(x_BSD).unflatten(-1, per_head)), *rope)
+        v_BSKE = self.v_proj(x_BSD).unflatten(-1, per_head)
         if wanted_N is not None:
             x_BSD = x_BSD[:, wanted_N]
             rope = [angles[:, wanted_N] for angles in rope]
             layout = layout.last
-        q_BSHE = apply_rope(
-            self.q_norm(self.q_proj(x_BSD).unflatten(-1, (-1, self.head_dim))), *rope
-        )
+        q_BSHE = apply_rope(self.q_norm(self.q_proj(x_BSD).unflatten(-1, per_head)), *rope)
         return self.o_proj(attend(q_BSHE, k_BSKE, v_BSKE, layout, cache, layer).flatten(2))
 
 
@@ -413,11 +410,8 @@ class Qwen3(nn.Module):
         layout = plan_attention(layout, x_BSD, self.config.num_groups, kernel, cache)
         for block in self.model.layers:
             if self.recompute == "off" or not torch.is_grad_enabled():
-                wanted_N = (
-                    layout.wanted_N
-                    if isinstance(layout, CachedLayout) and block is self.model.layers[-1]
-                    else None
-                )
+                narrows = isinstance(layout, CachedLayout) and block is self.model.layers[-1]
+                wanted_N = layout.wanted_N if narrows else None
                 x_BSD = block(x_BSD, rope, layout, cache, wanted_N)
             else:
                 x_BSD = _recomputed(block, x_BSD, rope, layout, offload=self.recompute == "offload")
