@@ -60,9 +60,7 @@ class Case(NamedTuple):
 def cross_entropy_case(
     device: str, *, num_tokens: int, hidden: int, vocab: int, share: float
 ) -> Case:
-    """The mean -log p over a random `share` of the rows, with the gradients of
-    hidden rows and head.
-    """
+    """The mean -log p over a random `share` of the rows, with the gradients of rows and head."""
     h, w, targets, rows = _loss_inputs(device, num_tokens, hidden, vocab, share)
     # how the others are told which rows count
     ignored = torch.full_like(targets, -100).index_copy_(0, rows, targets[rows])
@@ -104,10 +102,8 @@ def cross_entropy_case(
             key: ((got.float() - true).norm() / true.norm()).item() for key, got, true in pairs
         }
 
-    title = (
-        f"cross_entropy N {num_tokens:,} D {hidden:,} V {vocab:,} {str(h.dtype)[6:]}, loss on "
-        f"{share:.0%} of the rows"
-    )
+    title = f"cross_entropy N {num_tokens:,} D {hidden:,} V {vocab:,} {str(h.dtype)[6:]}, loss on "
+    title += f"{share:.0%} of the rows"
     names = "bare products", "naive, all rows"
     return Case(title, [h, w], providers, flops, check, 3e-2 if h.is_cuda else 1e-3, *names)
 
@@ -148,10 +144,9 @@ def _exact_loss(h, w, targets, rows) -> tuple[float, tuple[Tensor, Tensor]]:
 def _other_cross_entropies(device, h, w, ignored, rows, chunk) -> dict:
     found = {}
     if hasattr(F, "linear_cross_entropy"):
-        settings = {f"chunk {chunk}": {"batch_chunk_size": chunk, "chunking_method": None}} | (
-            {"default": {}} if device == "cuda" else {}
-        )
-        # on a CPU the default goes by two rows at a time: more than 200 s
+        settings = {f"chunk {chunk}": {"batch_chunk_size": chunk, "chunking_method": None}}
+        if device == "cuda":  # on a CPU the default goes by two rows at a time: more than 200 s
+            settings["default"] = {}
         for name, how in settings.items():
             options = torch.nn.LinearCrossEntropyOptions(**how)
             found[f"F.linear_cross_entropy {name}, selected"] = lambda options=options: (
@@ -250,10 +245,8 @@ def _branch_providers(q, k, v, trunk, branches) -> dict:
         "trunk only, SDPA": trunk_only,
     }
     if q.is_cuda:
-        plan, trunk_plan = (
-            plan_rows(part, q.shape[1] // k.shape[1], q.device) for part in (spans, spans[:1])
-        )
-        alone = [x[:trunk] for x in (q, k, v)]
+        groups, alone = q.shape[1] // k.shape[1], [x[:trunk] for x in (q, k, v)]
+        plan, trunk_plan = (plan_rows(part, groups, q.device) for part in (spans, spans[:1]))
         providers |= {
             "branch kernel": lambda: branch_attention(q, k, v, plan)[0][trunk:],
             "varlen, two calls + merge": lambda: _varlen_merge(q, k, v, trunk, ends, length),
@@ -388,13 +381,10 @@ def cases(op: str, device: str) -> dict[str, Callable[[], Case]]:
     if device == "cuda":
         losses = [(8192, 2560, 151_936), (32768, 2560, 151_936)]
         trunks, documents = [(8192, 10), (32768, 40)], [[16384, 12288, 4096]]
-    shapes = {
-        f"cross_entropy-{n}-{v}-{share:.0%}": (
-            cross_entropy_case,
-            dict(num_tokens=n, hidden=d, vocab=v, share=share),
-        )
-        for (n, d, v), share in itertools.product([*losses, (8192, 128, 656)], (0.24, 1.0))
-    }
+    shapes = {}
+    for (n, d, v), share in itertools.product([*losses, (8192, 128, 656)], (0.24, 1.0)):
+        shape = dict(num_tokens=n, hidden=d, vocab=v, share=share)
+        shapes[f"cross_entropy-{n}-{v}-{share:.0%}"] = cross_entropy_case, shape
     for trunk, cuts in trunks:
         shape = dict(trunk=trunk, cuts=cuts, length=32, **heads)
         shapes[f"gt_score-{trunk}-{cuts}"] = gt_score_case, shape
@@ -434,13 +424,8 @@ def extra_bytes(key: str, case: Case, name: str, device: str) -> int | None:
         run_once(case, name, device)
         return torch.cuda.max_memory_allocated() - before
     words = f"-m kernels.bench all --device {device} --child".split()
-    printed = subprocess.run(
-        [sys.executable, *words, key, name],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=Path(__file__).parents[1],
-    ).stdout.split()[-1]
+    command, root = [sys.executable, *words, key, name], Path(__file__).parents[1]
+    printed = subprocess.check_output(command, text=True, cwd=root).split()[-1]
     return None if printed == "None" else int(printed)
 
 
@@ -499,11 +484,8 @@ def print_table(case: Case, rows: list[dict]) -> None:
     )
     for row in rows:
         if row["status"] != "ok":
-            print(
-                f"| {row['provider']} | {row['status']} |"
-                + " |" * 8
-                + f" {row.get('errors', '')} |"
-            )
+            cells = f"{row['provider']} | {row['status']} |" + " |" * 8
+            print(f"| {cells} {row.get('errors', '')} |")
             continue
         ratios = [
             "?" if row[key] is None else f"{row[key]:.3g}"
