@@ -67,12 +67,9 @@ with contextlib.suppress(SystemExit):
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_help_costs_little_more_than_torch(script):
-    """CPU seconds and not the clock, by turns, the least of three: other processes lengthen
-    both alike.
+    """CPU seconds and not the clock, by turns, and the least of three ratios: on a shared machine
+    the same start takes up to half as long again, but both of a pair feel that.
     """
     start(f"{script}.py", "--help")  # writes the bytecode
-    rounds = [
-        (start(f"{script}.py", "--help")[1], start("-c", "import torch")[1]) for _ in range(3)
-    ]
-    ours, torchs = map(min, zip(*rounds, strict=True))
-    assert ours <= 1.25 * torchs
+    ratios = [start(f"{script}.py", "--help")[1] / start("-c", "import torch")[1] for _ in range(3)]
+    assert min(ratios) <= 1.25
