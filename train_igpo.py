@@ -18,7 +18,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-from torch.distributed.elastic.multiprocessing.errors import record
 
 from venus.cli import option, run
 from venus.files import write_jsonl
@@ -61,7 +60,7 @@ from venus.train.loop import (
     export_latest,
     timed,
 )
-from venus.train.parallel import World, unsharded
+from venus.train.parallel import World, recorded, unsharded
 from venus.trajectory import Outcome, Question, Trajectory, read_questions
 
 CONSOLE = (
@@ -198,7 +197,7 @@ class IgpoConfig(AdvantageConfig, OptimizerOptions, TrainingOptions, RolloutOpti
         return self.gain_rule() if scores else None
 
 
-@record
+@recorded
 def main(cfg: IgpoConfig, keys: Keys) -> int | None:
     """Per step: roll out, score, credit, update."""
     cfg.set_threads()

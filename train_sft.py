@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.elastic.multiprocessing.errors import record
 from tqdm import tqdm
 
 from venus.cli import option, run
@@ -38,7 +37,7 @@ from venus.train.loop import (
     digest,
     export_latest,
 )
-from venus.train.parallel import World, shard
+from venus.train.parallel import World, recorded, shard
 from venus.trajectory import span_mask
 
 
@@ -126,7 +125,7 @@ class Rows:
     num_long: int
 
 
-@record
+@recorded
 def main(cfg: SftConfig) -> int | None:
     """Encode the rows, then one optimizer step per batch; checkpoints on the way, a Hugging Face
     directory at the end.

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from kernels.cross_entropy import linear_log_probs, linear_token_loss
 from kernels.gt_score import branch_attention, branch_attention_ref, plan_rows, visibility
-from kernels.launch import triton
+from kernels.language import triton
 
 # one bf16 product on an H100 or H200, as others measured it; the data sheet says 989
 PEAK_TFLOPS = 790
@@ -60,28 +60,8 @@ class Case(NamedTuple):
 def cross_entropy_case(
     device: str, *, num_tokens: int, hidden: int, vocab: int, share: float
 ) -> Case:
-    """The mean -log p over a random `share` of the rows, with the gradients of
-    hidden rows and head.
-    """
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    generator = torch.Generator(device).manual_seed(0)
-    h = (
-        torch.randn(num_tokens, hidden, generator=generator, device=device)
-        .to(dtype)
-        .requires_grad_()
-    )
-    w = (
-        torch.randn(vocab, hidden, generator=generator, device=device)
-        .mul_(hidden**-0.5)
-        .to(dtype)
-        .requires_grad_()
-    )
-    targets = torch.randint(vocab, (num_tokens,), generator=generator, device=device)
-    rows = (
-        torch.randperm(num_tokens, generator=generator, device=device)[: round(share * num_tokens)]
-        .sort()
-        .values
-    )
+    """The mean -log p over a random `share` of the rows, with the gradients of rows and head."""
+    h, w, targets, rows = _loss_inputs(device, num_tokens, hidden, vocab, share)
     # how the others are told which rows count
     ignored = torch.full_like(targets, -100).index_copy_(0, rows, targets[rows])
     count, chunk = len(rows), 128 if device == "cpu" else 4096
@@ -92,41 +72,26 @@ def cross_entropy_case(
     def naive(x, t):
         return F.cross_entropy((x @ w.T).float(), t)
 
-    @torch.no_grad()
-    def products():  # what every exact form must do at least, into buffers made once
-        z = h.new_empty(min(chunk, count), vocab)
-        grad_h = torch.empty_like(h[rows])
-        grad_w = torch.zeros_like(w)
-        for start in range(0, count, chunk):
-            part = h[rows[start : start + chunk]]
-            logits = torch.mm(part, w.T, out=z[: len(part)])
-            torch.mm(logits, w, out=grad_h[start : start + chunk])
-            grad_w.addmm_(logits.T, part)
-        return grad_w
+    def ours():
+        return -linear_log_probs(h[rows], w, targets[rows])[0].mean()
 
-    ours = lambda: -linear_log_probs(h[rows], w, targets[rows])[0].mean()  # noqa: E731
+    def flops(name):
+        return (2.0 if "no gradient" in name else 6.0) * count * vocab * hidden
+
     providers = {
         "one pass": lambda: linear_token_loss(h[rows], w, targets[rows], objective)[0],
         "recompute": ours,
         "log-probs, no gradient": torch.no_grad()(ours),
         "naive, all rows": lambda: naive(h, ignored),
         "naive, selected": lambda: naive(h[rows], targets[rows]),
-        "torch.compile, selected": functools.partial(torch.compile(naive), h[rows], targets[rows])
-        if device == "cuda"
-        else ON_CUDA_ONLY,
+        "torch.compile, selected": ON_CUDA_ONLY,
         **_other_cross_entropies(device, h, w, ignored, rows, chunk),
-        "bare products": products,
+        "bare products": lambda: _bare_products(h[rows], w, chunk),
     }
-
-    @functools.cache
-    def exact():  # fp32, full logits of a few rows at a time
-        x, y = h.detach().float().requires_grad_(), w.detach().float().requires_grad_()
-        total = 0.0
-        for part in rows.split(512):
-            loss = F.cross_entropy(x[part] @ y.T, targets[part], reduction="sum") / count
-            loss.backward()
-            total += loss.item()
-        return total, (x.grad, y.grad)
+    if device == "cuda":
+        compiled = torch.compile(naive)
+        providers["torch.compile, selected"] = lambda: compiled(h[rows], targets[rows])
+    exact = functools.cache(lambda: _exact_loss(h, w, targets, rows))
 
     def check(name, loss, grads):
         if name == "bare products":
@@ -137,31 +102,51 @@ def cross_entropy_case(
             key: ((got.float() - true).norm() / true.norm()).item() for key, got, true in pairs
         }
 
-    title = (
-        f"cross_entropy N {num_tokens:,} D {hidden:,} V {vocab:,} {str(dtype)[6:]}, loss on "
-        f"{share:.0%} of the rows"
-    )
-    product = 2.0 * count * vocab * hidden
-    flops = lambda name: product if "no gradient" in name else 3 * product  # noqa: E731
-    return Case(
-        title,
-        [h, w],
-        providers,
-        flops,
-        check,
-        3e-2 if device == "cuda" else 1e-3,
-        "bare products",
-        "naive, all rows",
-    )
+    title = f"cross_entropy N {num_tokens:,} D {hidden:,} V {vocab:,} {str(h.dtype)[6:]}, loss on "
+    title += f"{share:.0%} of the rows"
+    names = "bare products", "naive, all rows"
+    return Case(title, [h, w], providers, flops, check, 3e-2 if h.is_cuda else 1e-3, *names)
+
+
+def _loss_inputs(device, num_tokens, hidden, vocab, share) -> tuple[Tensor, ...]:
+    """Hidden rows, head and targets, the same every time, and the rows that carry loss."""
+    how = {"generator": torch.Generator(device).manual_seed(0), "device": device}
+    h = torch.randn(num_tokens, hidden, **how).to(_dtype(device)).requires_grad_()
+    w = torch.randn(vocab, hidden, **how).mul_(hidden**-0.5).to(h.dtype).requires_grad_()
+    targets = torch.randint(vocab, (num_tokens,), **how)
+    rows = torch.randperm(num_tokens, **how)[: round(share * num_tokens)].sort().values
+    return h, w, targets, rows
+
+
+@torch.no_grad()
+def _bare_products(x, w, chunk) -> Tensor:
+    """What every exact form must do at least, a chunk of logits in a buffer that is made once."""
+    z = x.new_empty(min(chunk, len(x)), len(w))
+    grad_x, grad_w = torch.empty_like(x), torch.zeros_like(w)
+    for part, grad_part in zip(x.split(chunk), grad_x.split(chunk), strict=True):
+        logits = torch.mm(part, w.T, out=z[: len(part)])
+        torch.mm(logits, w, out=grad_part)
+        grad_w.addmm_(logits.T, part)
+    return grad_w
+
+
+def _exact_loss(h, w, targets, rows) -> tuple[float, tuple[Tensor, Tensor]]:
+    """Loss and gradients in fp32, full logits of a few rows at a time."""
+    x, y = (tensor.detach().float().requires_grad_() for tensor in (h, w))
+    total = 0.0
+    for part in rows.split(512):
+        loss = F.cross_entropy(x[part] @ y.T, targets[part], reduction="sum") / len(rows)
+        loss.backward()
+        total += loss.item()
+    return total, (x.grad, y.grad)
 
 
 def _other_cross_entropies(device, h, w, ignored, rows, chunk) -> dict:
     found = {}
     if hasattr(F, "linear_cross_entropy"):
-        settings = {f"chunk {chunk}": {"batch_chunk_size": chunk, "chunking_method": None}} | (
-            {"default": {}} if device == "cuda" else {}
-        )
-        # on a CPU the default goes by two rows at a time: more than 200 s
+        settings = {f"chunk {chunk}": {"batch_chunk_size": chunk, "chunking_method": None}}
+        if device == "cuda":  # on a CPU the default goes by two rows at a time: more than 200 s
+            settings["default"] = {}
         for name, how in settings.items():
             options = torch.nn.LinearCrossEntropyOptions(**how)
             found[f"F.linear_cross_entropy {name}, selected"] = lambda options=options: (
@@ -170,25 +155,24 @@ def _other_cross_entropies(device, h, w, ignored, rows, chunk) -> dict:
     else:
         found["F.linear_cross_entropy"] = "absent"
     for name, package in (("Liger", "liger_kernel"), ("CCE", "cut_cross_entropy")):
-        if device == "cpu" or importlib.util.find_spec(package) is None:
-            found[name] = ON_CUDA_ONLY if device == "cpu" else "absent"
-    if device == "cuda" and "Liger" not in found:
+        if device == "cpu":
+            found[name] = ON_CUDA_ONLY
+        elif importlib.util.find_spec(package) is None:
+            found[name] = "absent"
+    if "Liger" not in found:
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss as Liger
 
         for name, how in (("Liger", {}), ("Liger fp32 dW", {"accum_dtype": torch.float32})):
             loss = Liger(**how)
             found[f"{name}, all rows"] = functools.partial(loss, w, h, ignored)
             found[f"{name}, selected"] = lambda loss=loss: loss(w, h[rows], ignored[rows])
-    if device == "cuda" and "CCE" not in found:
+    if "CCE" not in found:
         from cut_cross_entropy import linear_cross_entropy
 
         for impl in ("cce", "cce_exact"):
-            found[f"CCE {impl}, all rows"] = functools.partial(
-                linear_cross_entropy, h, w, ignored, impl=impl
-            )
-            found[f"CCE {impl}, selected"] = lambda impl=impl: linear_cross_entropy(
-                h[rows], w, ignored[rows], impl=impl
-            )
+            loss = functools.partial(linear_cross_entropy, impl=impl)
+            found[f"CCE {impl}, all rows"] = functools.partial(loss, h, w, ignored)
+            found[f"CCE {impl}, selected"] = lambda loss=loss: loss(h[rows], w, ignored[rows])
     return found
 
 
@@ -202,33 +186,53 @@ def gt_score_case(
     rows; "trunk only" is the cost of no branch at all.
     """
     ends = [trunk * (i + 1) // cuts for i in range(cuts)]
-    spans = [
-        (0, trunk, 0, 0),
-        *((trunk + i * length, trunk + (i + 1) * length, 0, cut) for i, cut in enumerate(ends)),
-    ]
+    starts = range(trunk, trunk + cuts * length, length)
+    spans = [(start, start + length, 0, cut) for start, cut in zip(starts, ends, strict=True)]
     q, k, v = _qkv(device, spans[-1][1], heads, kv_heads, head_dim)
 
+    def flops(name):
+        branches = 0 if name.startswith("trunk only") else sum(ends) * length + cuts * length**2 / 2
+        return 4 * (trunk**2 / 2 + branches) * heads * head_dim
+
+    @functools.cache
+    def exact():
+        return torch.cat([_one_row(q, k, v, span, span[1] - 1) for span in spans])
+
+    def check(name, out, _):
+        if name.startswith("trunk only"):
+            return {}
+        return {"out": (out[length - 1 :: length].double() - exact()).abs().max().item()}
+
+    providers = _branch_providers(q, k, v, trunk, spans)
+    title = (
+        f"gt_score trunk {trunk:,} T {cuts} L {length} heads {heads}/{kv_heads} x {head_dim} "
+        f"{str(q.dtype)[6:]}"
+    )
+    names = "trunk only, SDPA", "T separate forwards"
+    return Case(title, [], providers, flops, check, 3e-2 if q.is_cuda else 1e-5, *names)
+
+
+def _branch_providers(q, k, v, trunk, branches) -> dict:
+    """The forms of attention of a trunk and of branches of one length, given as their spans."""
+    ends, length = [cut for _, _, _, cut in branches], branches[0][1] - branches[0][0]
+    spans = [(0, trunk, 0, 0), *branches]
+
+    def trunk_only():
+        return _sdpa(q[:trunk], k[:trunk], v[:trunk], is_causal=True)
+
     def separate():
-        return torch.cat(
-            [
-                _sdpa(*(torch.cat([x[:cut], x[start:end]]) for x in (q, k, v)), is_causal=True)[
-                    cut:
-                ]
-                for start, end, _, cut in spans[1:]
-            ]
-        )
+        parts = []
+        for start, end, _, cut in branches:
+            alone = (torch.cat([x[:cut], x[start:end]]) for x in (q, k, v))
+            parts.append(_sdpa(*alone, is_causal=True)[cut:])
+        return torch.cat(parts)
 
     def span_by_span():
-        parts = [_sdpa(q[:trunk], k[:trunk], v[:trunk], is_causal=True)]
-        for start, end, _, cut in spans[1:]:
-            mask = torch.ones(length, cut + length, dtype=torch.bool, device=device).tril(cut)
-            parts.append(
-                _sdpa(
-                    q[start:end],
-                    *(torch.cat([x[:cut], x[start:end]]) for x in (k, v)),
-                    attn_mask=mask,
-                )
-            )
+        parts = [trunk_only()]
+        for start, end, _, cut in branches:
+            mask = torch.ones(length, cut + length, dtype=torch.bool, device=q.device).tril(cut)
+            seen = (torch.cat([x[:cut], x[start:end]]) for x in (k, v))
+            parts.append(_sdpa(q[start:end], *seen, attn_mask=mask))
         return torch.cat(parts[1:])
 
     providers = {
@@ -238,48 +242,17 @@ def gt_score_case(
         "FlexAttention": _flex(q, k, v, spans, trunk),
         "varlen, two calls + merge": ON_CUDA_ONLY,
         "trunk only, branch kernel": ON_CUDA_ONLY,
-        "trunk only, SDPA": lambda: _sdpa(q[:trunk], k[:trunk], v[:trunk], is_causal=True),
+        "trunk only, SDPA": trunk_only,
     }
-    if device == "cuda":
-        plan, trunk_plan = (
-            plan_rows(part, heads // kv_heads, q.device) for part in (spans, spans[:1])
-        )
-        providers["branch kernel"] = lambda: branch_attention(q, k, v, plan)[0][trunk:]
-        providers["varlen, two calls + merge"] = lambda: _varlen_merge(q, k, v, trunk, ends, length)
-        providers["trunk only, branch kernel"] = lambda: branch_attention(
-            q[:trunk], k[:trunk], v[:trunk], trunk_plan
-        )[0]
-
-    @functools.cache
-    def exact():
-        return torch.cat([_one_row(q, k, v, span, span[1] - 1) for span in spans[1:]])
-
-    def check(name, out, _):
-        return (
-            {}
-            if name.startswith("trunk only")
-            else {"out": (out[length - 1 :: length].double() - exact()).abs().max().item()}
-        )
-
-    pairs = {
-        True: trunk**2 / 2,
-        False: trunk**2 / 2 + sum(cut * length + length**2 / 2 for cut in ends),
-    }
-    flops = lambda name: 4 * pairs[name.startswith("trunk only")] * heads * head_dim  # noqa: E731
-    title = (
-        f"gt_score trunk {trunk:,} T {cuts} L {length} heads {heads}/{kv_heads} x {head_dim} "
-        f"{str(q.dtype)[6:]}"
-    )
-    return Case(
-        title,
-        [],
-        providers,
-        flops,
-        check,
-        3e-2 if device == "cuda" else 1e-5,
-        "trunk only, SDPA",
-        "T separate forwards",
-    )
+    if q.is_cuda:
+        groups, alone = q.shape[1] // k.shape[1], [x[:trunk] for x in (q, k, v)]
+        plan, trunk_plan = (plan_rows(part, groups, q.device) for part in (spans, spans[:1]))
+        providers |= {
+            "branch kernel": lambda: branch_attention(q, k, v, plan)[0][trunk:],
+            "varlen, two calls + merge": lambda: _varlen_merge(q, k, v, trunk, ends, length),
+            "trunk only, branch kernel": lambda: branch_attention(*alone, trunk_plan)[0],
+        }
+    return providers
 
 
 def attention_case(
@@ -293,12 +266,8 @@ def attention_case(
     spans = [(start, end, start, start) for start, end in zip(starts, starts[1:], strict=False)]
 
     def per_document():
-        return torch.cat(
-            [
-                _sdpa(*(x[start:end] for x in (q, k, v)), is_causal=True)
-                for start, end, _, _ in spans
-            ]
-        )
+        documents = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
+        return torch.cat([_sdpa(*document, is_causal=True) for document in documents])
 
     providers = {
         "SDPA, document by document": per_document,
@@ -308,9 +277,8 @@ def attention_case(
     if device == "cuda":
         plan = plan_rows(spans, heads // kv_heads, q.device)
         at = torch.tensor(starts, dtype=torch.int32, device=device)
-        providers["varlen"] = lambda: _varlen(
-            q, k, v, at, at, max(lengths), max(lengths), window_size=(-1, 0)
-        )
+        places = (at, at, max(lengths), max(lengths))
+        providers["varlen"] = lambda: _varlen(q, k, v, *places, window_size=(-1, 0))
         providers["branch kernel, no gradient"] = torch.no_grad()(
             lambda: branch_attention(q, k, v, plan)[0]
         )
@@ -319,22 +287,25 @@ def attention_case(
         want = torch.cat([_one_row(q, k, v, span, span[1] - 1) for span in spans])
         return {"out": (out[[end - 1 for end in starts[1:]]].double() - want).abs().max().item()}
 
-    forward = 4 * sum(n * n / 2 for n in lengths) * heads * head_dim
-    flops = lambda name: forward if "no gradient" in name else 3.5 * forward  # noqa: E731
+    def flops(name):
+        forward = 4 * sum(n * n / 2 for n in lengths) * heads * head_dim
+        return forward if "no gradient" in name else 3.5 * forward
+
     title = (
         f"attention documents {lengths} heads {heads}/{kv_heads} x {head_dim} {str(q.dtype)[6:]}"
     )
-    same = "SDPA, document by document"
-    return Case(
-        title, [q, k, v], providers, flops, check, 3e-2 if device == "cuda" else 1e-5, same, same
-    )
+    names = ["SDPA, document by document"] * 2
+    return Case(title, [q, k, v], providers, flops, check, 3e-2 if q.is_cuda else 1e-5, *names)
+
+
+def _dtype(device: str) -> torch.dtype:
+    return torch.bfloat16 if device == "cuda" else torch.float32
 
 
 def _qkv(device, tokens, heads, kv_heads, head_dim):
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    generator = torch.Generator(device).manual_seed(0)
+    how = {"generator": torch.Generator(device).manual_seed(0), "device": device}
     return [
-        torch.randn(tokens, n, head_dim, generator=generator, device=device).to(dtype)
+        torch.randn(tokens, n, head_dim, **how).to(_dtype(device))
         for n in (heads, kv_heads, kv_heads)
     ]
 
@@ -349,13 +320,8 @@ def _one_row(q, k, v, span, row):
     """The output of one row in fp64."""
     keys = [*range(span[2], span[3]), *range(span[0], row + 1)]
     alone = [(0, len(keys), 0, 0)]
-    return branch_attention_ref(
-        q[row : row + 1].detach().double(),
-        k[keys].detach().double(),
-        v[keys].detach().double(),
-        alone,
-        len(keys) - 1,
-    )[0]
+    parts = (x.detach().double() for x in (q[row : row + 1], k[keys], v[keys]))
+    return branch_attention_ref(*parts, alone, len(keys) - 1)[0]
 
 
 def _flex(q, k, v, spans, trunk):
@@ -409,32 +375,28 @@ def cases(op: str, device: str) -> dict[str, Callable[[], Case]]:
     """The tables of an operation by name: the shapes of the 4B model and of the tiny one. On a CPU
     the large head has 256 columns, not 2,560.
     """
-    is_cuda, made = device == "cuda", {}
     heads = dict(heads=32, kv_heads=8, head_dim=128)
-    tiny_heads = dict(heads=4, kv_heads=2, head_dim=32)
-    large = [(8192, 2560, 151_936), (32768, 2560, 151_936)] if is_cuda else [(2048, 256, 151_936)]
-    for (num_tokens, hidden, vocab), share in itertools.product(
-        [*large, (8192, 128, 656)], (0.24, 1.0)
-    ):
-        shape = dict(num_tokens=num_tokens, hidden=hidden, vocab=vocab, share=share)
-        made[f"cross_entropy-{num_tokens}-{vocab}-{share:.0%}"] = functools.partial(
-            cross_entropy_case, device, **shape
-        )
-    for trunk, cuts in [(8192, 10), (32768, 40)] if is_cuda else []:
-        made[f"gt_score-{trunk}-{cuts}"] = functools.partial(
-            gt_score_case, device, trunk=trunk, cuts=cuts, length=32, **heads
-        )
-    made["gt_score-tiny"] = functools.partial(
-        gt_score_case, device, trunk=2048, cuts=12, length=24, **tiny_heads
-    )
-    if is_cuda:
-        made["attention-32768"] = functools.partial(
-            attention_case, device, lengths=[16384, 12288, 4096], **heads
-        )
-    made["attention-tiny"] = functools.partial(
-        attention_case, device, lengths=[1024, 700, 324], **tiny_heads
-    )
-    return {name: make for name, make in made.items() if op in ("all", name.partition("-")[0])}
+    tiny = dict(heads=4, kv_heads=2, head_dim=32)
+    losses, trunks, documents = [(2048, 256, 151_936)], [], []
+    if device == "cuda":
+        losses = [(8192, 2560, 151_936), (32768, 2560, 151_936)]
+        trunks, documents = [(8192, 10), (32768, 40)], [[16384, 12288, 4096]]
+    shapes = {}
+    for (n, d, v), share in itertools.product([*losses, (8192, 128, 656)], (0.24, 1.0)):
+        shape = dict(num_tokens=n, hidden=d, vocab=v, share=share)
+        shapes[f"cross_entropy-{n}-{v}-{share:.0%}"] = cross_entropy_case, shape
+    for trunk, cuts in trunks:
+        shape = dict(trunk=trunk, cuts=cuts, length=32, **heads)
+        shapes[f"gt_score-{trunk}-{cuts}"] = gt_score_case, shape
+    shapes["gt_score-tiny"] = gt_score_case, dict(trunk=2048, cuts=12, length=24, **tiny)
+    for lengths in documents:
+        shapes[f"attention-{sum(lengths)}"] = attention_case, dict(lengths=lengths, **heads)
+    shapes["attention-tiny"] = attention_case, dict(lengths=[1024, 700, 324], **tiny)
+    return {
+        name: functools.partial(make, device, **shape)
+        for name, (make, shape) in shapes.items()
+        if op in ("all", name.partition("-")[0])
+    }
 
 
 def run_once(case: Case, name: str, device: str) -> tuple[Tensor, tuple, float, float]:
@@ -445,11 +407,9 @@ def run_once(case: Case, name: str, device: str) -> tuple[Tensor, tuple, float, 
     result = case.providers[name]()
     synchronize()
     between = time.perf_counter()
-    grads = (
-        torch.autograd.grad(result, case.inputs, torch.ones_like(result))
-        if result.requires_grad
-        else ()
-    )
+    grads = ()
+    if result.requires_grad:
+        grads = torch.autograd.grad(result, case.inputs, torch.ones_like(result))
     synchronize()
     return result.detach(), grads, between - started, time.perf_counter() - between
 
@@ -463,20 +423,9 @@ def extra_bytes(key: str, case: Case, name: str, device: str) -> int | None:
         before = torch.cuda.memory_allocated()
         run_once(case, name, device)
         return torch.cuda.max_memory_allocated() - before
-    command = [
-        sys.executable,
-        "-m",
-        "kernels.bench",
-        "all",
-        "--device",
-        device,
-        "--child",
-        key,
-        name,
-    ]
-    printed = subprocess.run(
-        command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1]
-    ).stdout.split()[-1]
+    words = f"-m kernels.bench all --device {device} --child".split()
+    command, root = [sys.executable, *words, key, name], Path(__file__).parents[1]
+    printed = subprocess.check_output(command, text=True, cwd=root).split()[-1]
     return None if printed == "None" else int(printed)
 
 
@@ -493,52 +442,35 @@ def child(key: str, name: str, device: str) -> None:
 
 def measure(key: str, case: Case, device: str, repeats: int) -> list[dict]:
     """Check every provider, then time those that are right, round by round."""
-    rows, seconds = [], {}
+    rows = []
     for name, provider in case.providers.items():
-        rows.append(
-            {
-                "case": case.title,
-                "provider": name,
-                "status": provider if isinstance(provider, str) else "ok",
-            }
-        )
+        row = {"case": case.title, "provider": name, "status": provider}
+        rows.append(row)
         if callable(provider):
             result, grads, *_ = run_once(case, name, device)
             errors = case.check(name, result, grads)
-            rows[-1] |= {
-                "status": "ok" if all(e <= case.tolerance for e in errors.values()) else "WRONG",
-                "errors": errors,
-            }
-    runnable = [row for row in rows if row["status"] == "ok"]
-    for _ in range(repeats):
-        for row in runnable:
-            seconds.setdefault(row["provider"], []).append(
-                run_once(case, row["provider"], device)[2:]
-            )
-    for row in runnable:
-        taken = torch.tensor(seconds[row["provider"]], dtype=torch.float64) * 1e3
-        row["forward_ms"], row["backward_ms"] = taken.median(0).values.tolist()
-        row["p20_ms"], row["total_ms"], row["p80_ms"] = (
-            taken.sum(1).quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)).tolist()
-        )
-        row |= {
-            "tflops": case.flops(row["provider"]) / row["total_ms"] / 1e9,
-            "extra_bytes": extra_bytes(key, case, row["provider"], device),
-        }
-    bound, baseline = (
-        {row["provider"]: row for row in runnable}.get(name, {})
-        for name in (case.bound, case.baseline)
-    )
-    for row in runnable:
-        row["time_to_bound"], row["time_to_baseline"] = (
-            row["total_ms"] / other["total_ms"] if other else None for other in (bound, baseline)
-        )
-        row["memory_to_baseline"] = (
-            row["extra_bytes"] / baseline["extra_bytes"]
-            if row["extra_bytes"] and baseline.get("extra_bytes")
-            else None
-        )
+            is_right = all(error <= case.tolerance for error in errors.values())
+            row |= {"status": "ok" if is_right else "WRONG", "errors": errors}
+    runnable = {row["provider"]: row for row in rows if row["status"] == "ok"}
+    rounds = [[run_once(case, name, device)[2:] for name in runnable] for _ in range(repeats)]
+    taken_RP2 = torch.tensor(rounds, dtype=torch.float64) * 1e3
+    shares = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
+    for (name, row), taken_R2 in zip(runnable.items(), taken_RP2.unbind(1), strict=True):
+        figures = [*taken_R2.median(0).values, *taken_R2.sum(1).quantile(shares)]
+        keys = ("forward_ms", "backward_ms", "p20_ms", "total_ms", "p80_ms")
+        row |= zip(keys, map(float, figures), strict=True)
+        row["tflops"] = case.flops(name) / row["total_ms"] / 1e9
+        row["extra_bytes"] = extra_bytes(key, case, name, device)
+    bound, baseline = (runnable.get(name, {}) for name in (case.bound, case.baseline))
+    for row in runnable.values():
+        row["time_to_bound"] = _ratio(row, bound, "total_ms")
+        row["time_to_baseline"] = _ratio(row, baseline, "total_ms")
+        row["memory_to_baseline"] = _ratio(row, baseline, "extra_bytes")
     return rows
+
+
+def _ratio(row: dict, other: dict, key: str) -> float | None:
+    return row[key] / other[key] if row[key] and other.get(key) else None
 
 
 def print_table(case: Case, rows: list[dict]) -> None:
@@ -552,11 +484,8 @@ def print_table(case: Case, rows: list[dict]) -> None:
     )
     for row in rows:
         if row["status"] != "ok":
-            print(
-                f"| {row['provider']} | {row['status']} |"
-                + " |" * 8
-                + f" {row.get('errors', '')} |"
-            )
+            cells = f"{row['provider']} | {row['status']} |" + " |" * 8
+            print(f"| {cells} {row.get('errors', '')} |")
             continue
         ratios = [
             "?" if row[key] is None else f"{row[key]:.3g}"
@@ -579,20 +508,11 @@ def print_table(case: Case, rows: list[dict]) -> None:
 def environment(device: str) -> dict:
     """What a figure depends on."""
     cpuinfo = Path("/proc/cpuinfo")
-    models = (
-        [
-            line.split(":")[1].strip()
-            for line in cpuinfo.read_text().splitlines()
-            if line.startswith("model name")
-        ]
-        if cpuinfo.exists()
-        else []
-    )
-    hardware = (
-        torch.cuda.get_device_name()
-        if device == "cuda"
-        else f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores"
-    )
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    hardware = f"{[*models, platform.machine()][0]}, {os.cpu_count()} cores"
+    if device == "cuda":
+        hardware = torch.cuda.get_device_name()
     versions = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -603,7 +523,8 @@ def environment(device: str) -> dict:
 
 def main() -> None:
     """Measure the tables asked for, one after the other."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    description = " ".join(__doc__.split("\n\n")[0].split())
+    parser = argparse.ArgumentParser("python -m kernels.bench", description=description)
     parser.add_argument("op", choices=("cross_entropy", "gt_score", "attention", "all"))
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
@@ -617,21 +538,17 @@ def main() -> None:
         child(*args.child, args.device)
         return
     found, rows = environment(args.device), []
+    repeats = args.repeats or (3 if args.device == "cpu" else 20)
     print(", ".join(f"{name} {value}" for name, value in found.items()))
     for key, make in cases(args.op, args.device).items():
         if args.cases in key:
             case = make()
-            rows += (
-                table := measure(
-                    key, case, args.device, args.repeats or (3 if args.device == "cpu" else 20)
-                )
-            )
+            table = measure(key, case, args.device, repeats)
+            rows += table
             print_table(case, table)
             if args.json:
-                args.json.write_text(
-                    json.dumps({"environment": found, "rows": rows}, indent=1) + "\n",
-                    encoding="utf-8",
-                )
+                text = json.dumps({"environment": found, "rows": rows}, indent=1)
+                args.json.write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -43,7 +43,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.launch import architecture, choose_kernel, descriptor, dot, row_sums, tl, triton
+from kernels.language import descriptor, dot, row_sums, tl, triton
+from kernels.launch import architecture, choose_kernel
 
 CHUNK_BYTES_CPU = 80 * 2**20
 CHUNK_BYTES_CUDA = 2**30
@@ -461,12 +462,13 @@ def _buffer(chunks: list[slice], weight_VD: Tensor) -> Tensor | None:
 
 def _blocks(logits_CV: Tensor):
     """Slices of rows whose logits fit in a CPU's cache; one slice on a GPU."""
-    size = (
-        len(logits_CV) if logits_CV.is_cuda else max(1, BLOCK_BYTES_CPU // (4 * logits_CV.shape[1]))
-    )
-    return [
-        slice(start, min(start + size, len(logits_CV))) for start in range(0, len(logits_CV), size)
-    ]
+    num_rows, vocab = logits_CV.shape
+    return _slices(num_rows, num_rows if logits_CV.is_cuda else BLOCK_BYTES_CPU // (4 * vocab))
+
+
+def _slices(num_rows: int, size: int) -> list[slice]:
+    size = max(1, size)
+    return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
 
 
 def _softmax_(
@@ -554,8 +556,7 @@ def _chunks(
         chunk_bytes = CHUNK_BYTES_CUDA if device.type == "cuda" else CHUNK_BYTES_CPU
     most = max(1, chunk_bytes // bytes_per_row)
     most -= most % 128 if most > 128 else 0
-    size = -(-num_rows // max(1, -(-num_rows // most)))
-    return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, max(1, size))]
+    return _slices(num_rows, -(-num_rows // max(1, -(-num_rows // most))))
 
 
 def _multiply_(
@@ -626,7 +627,7 @@ class _LinearLogProbs(torch.autograd.Function):
                 grad_hidden_ND[rows], grad_weight_VD, grad_logits_CV, hidden_ND[rows], weight_VD
             )
             del grad_logits_CV  # before the next chunk's logits are made
-        return grad_hidden_ND, grad_weight_VD.to(weight_VD.dtype), None, None, None, None
+        return grad_hidden_ND, grad_weight_VD.to(weight_VD.dtype), *[None] * 4
 
 
 class _LinearTokenLoss(torch.autograd.Function):
@@ -660,15 +661,8 @@ class _LinearTokenLoss(torch.autograd.Function):
             "runs once"
         )
         (grad_hidden_ND, grad_weight_VD), ctx.gradients = ctx.gradients, None
-        return (
-            grad_hidden_ND * grad_loss,
-            grad_weight_VD.mul_(grad_loss).to(grad_hidden_ND.dtype),
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+        grad_weight_VD = grad_weight_VD.mul_(grad_loss).to(grad_hidden_ND.dtype)
+        return grad_hidden_ND * grad_loss, grad_weight_VD, *[None] * 5
 
 
 # ---- the two doors

@@ -38,7 +38,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.launch import INTERPRETED, architecture, descriptor, dot, tl, triton
+from kernels.language import check_operands, descriptor, dot, tl, triton
+from kernels.launch import architecture
 
 NO_BRANCH = 2**31 - 1
 LOG2_E = 1.4426950408889634
@@ -138,6 +139,8 @@ def plan_rows(
 
     Tiles of consecutive tokens of one document. Short neighbours share a tile when their cuts lie
     within a block of keys: cuts far apart would turn all that stands between them into masked work.
+    Documents of 3 and 5 tokens are tiles [0, 3) and [3, 8); branches of 3 and 5 tokens, cut at the
+    same token of a trunk, are one.
     """
     blocks = BLOCKS[architecture(device)]
     tokens, size = blocks.block_m // num_groups, blocks.block_k
@@ -151,36 +154,32 @@ def plan_rows(
     for start, end, _, _ in spans:
         for row in range(max(start, first_row), min(end, stop_row), tokens):
             stop = min(row + tokens, end, stop_row)
-            if tiles and stop - tiles[-1][0] <= tokens:
-                both = pre[tiles[-1][0] : stop]
-                if doc[tiles[-1][0]] == doc[row] and max(both) - min(both) <= size:
-                    tiles[-1][1] = stop
-                    continue
-            tiles.append([row, stop])
-    table = []
-    for row, stop in tiles:
-        pre_min, pre_max, own = min(pre[row:stop]), max(pre[row:stop]), min(branch[row:stop])
-        main = -(-doc[row] // size)
-        main_stop, pre_stop = max(main, pre_min // size), -(-pre_max // size)
-        own_start = max(pre_stop, own // size)
-        table.append(
-            [
-                row,
-                stop,
-                doc[row] // size,
-                main,
-                main_stop,
-                pre_stop,
-                own_start,
-                max(own_start, -(-stop // size) if own != NO_BRANCH else 0),
-            ]
-        )
+            before = tiles[-1][0] if tiles else row
+            both = pre[before:stop]
+            is_near = doc[before] == doc[row] and max(both) - min(both) <= size
+            if tiles and stop - before <= tokens and is_near:
+                tiles[-1][1] = stop
+            else:
+                tiles.append([row, stop])
+    table = [
+        [row, stop, *_key_blocks(doc[row], pre[row:stop], min(branch[row:stop]), stop, size)]
+        for row, stop in tiles
+    ]
     # most key blocks first: a long tile that starts last would run alone
     table.sort(key=lambda t: t[2] - t[5] + t[6] - t[7])
     tensors = (
         torch.tensor(values, dtype=torch.int32).to(device) for values in (doc, pre, branch, table)
     )
     return Plan(*tensors, first_row, stop_row - first_row)
+
+
+def _key_blocks(doc: int, pre: list[int], branch: int, stop: int, size: int) -> list[int]:
+    """The key blocks of a tile, as `Plan` says, from its rows' visibility."""
+    main = -(-doc // size)
+    main_stop, pre_stop = max(main, min(pre) // size), -(-max(pre) // size)
+    own = max(pre_stop, branch // size)
+    own_stop = max(own, -(-stop // size) if branch != NO_BRANCH else 0)
+    return [doc // size, main, main_stop, pre_stop, own, own_stop]
 
 
 @triton.jit
@@ -367,72 +366,32 @@ def branch_attention(
     bf16 or fp16, E a power of 2 from 16 to 256, last dimension contiguous. No gradient. ValueError
     for what does not fit.
     """
-    (num_rows, num_heads, head_dim), (num_keys, num_kv_heads, _) = q_NHE.shape, k_MKE.shape
-    if (
-        k_MKE.shape != v_MKE.shape
-        or k_MKE.shape[2] != head_dim
-        or num_heads % num_kv_heads
-        or num_rows != plan.num_rows
-    ):
-        raise ValueError(
-            f"shapes do not fit: q {tuple(q_NHE.shape)}, k {tuple(k_MKE.shape)}, v "
-            f"{tuple(v_MKE.shape)}, {plan.num_rows} planned rows"
-        )
-    if num_keys < plan.first_row + num_rows:
-        raise ValueError(f"{num_keys} keys for rows up to {plan.first_row + num_rows}")
-    if head_dim not in (16, 32, 64, 128, 256):
-        raise ValueError(
-            f"head_dim {head_dim}: a power of 2 from 16 to 256 is needed; use kernel 'torch'"
-        )
-    if not q_NHE.dtype == k_MKE.dtype == v_MKE.dtype or not (
-        INTERPRETED or q_NHE.dtype in (torch.bfloat16, torch.float16)
-    ):
-        raise ValueError(
-            f"dtypes {q_NHE.dtype}, {k_MKE.dtype}, {v_MKE.dtype}: one of bf16 and fp16 is "
-            "needed; use kernel 'torch'"
-        )
-    if (
-        any(x.stride(-1) != 1 for x in (q_NHE, k_MKE, v_MKE))
-        or not q_NHE.device == k_MKE.device == v_MKE.device == plan.tiles_R8.device
-    ):
-        raise ValueError(
-            f"strides {q_NHE.stride()}, {k_MKE.stride()}, {v_MKE.stride()} or devices "
-            f"{q_NHE.device}, {plan.tiles_R8.device} do not fit"
-        )
+    _check(q_NHE, k_MKE, v_MKE, plan)
+    _, num_heads, head_dim = q_NHE.shape
+    num_keys, num_kv_heads, _ = k_MKE.shape
     blocks = BLOCKS[architecture(q_NHE.device)]
     if max(k_MKE.stride(0), v_MKE.stride(0)) * blocks.block_k >= 2**31:
         raise ValueError(
             f"strides {k_MKE.stride()}, {v_MKE.stride()}: a block of {blocks.block_k} keys "
             "spans 2^31 elements"
         )
-    assert not (torch.is_grad_enabled() and any(x.requires_grad for x in (q_NHE, k_MKE, v_MKE))), (
-        "branch attention has no backward"
-    )
     k, v = (
         descriptor(x, [blocks.block_k, 1, head_dim]) if blocks.descriptors else x
         for x in (k_MKE, v_MKE)
     )
     out_NHE = q_NHE.new_empty(q_NHE.shape)
-    lse_NH = q_NHE.new_empty(num_rows, num_heads, dtype=torch.float32)
+    lse_NH = q_NHE.new_empty(q_NHE.shape[:2], dtype=torch.float32)
+    strides = [stride for x in (q_NHE, k_MKE, v_MKE) for stride in x.stride()[:2]]
     _branch_attention_kernel[(len(plan.tiles_R8), num_kv_heads)](
         q_NHE,
         k,
         v,
         out_NHE,
         lse_NH,
-        plan.doc_M,
-        plan.pre_M,
-        plan.branch_M,
-        plan.tiles_R8,
-        plan.first_row,
+        *plan[:5],
         num_keys,
         num_heads,
-        q_NHE.stride(0),
-        q_NHE.stride(1),
-        k_MKE.stride(0),
-        k_MKE.stride(1),
-        v_MKE.stride(0),
-        v_MKE.stride(1),
+        *strides,
         LOG2_E / head_dim**0.5,
         GROUP=num_heads // num_kv_heads,
         HEAD_DIM=head_dim,
@@ -443,3 +402,27 @@ def branch_attention(
         num_stages=blocks.num_stages,
     )
     return out_NHE, lse_NH
+
+
+def _check(q_NHE: Tensor, k_MKE: Tensor, v_MKE: Tensor, plan: Plan) -> None:
+    num_rows, num_heads, head_dim = q_NHE.shape
+    shape = (len(k_MKE), k_MKE.shape[1], head_dim)
+    if not k_MKE.shape == v_MKE.shape == shape or num_heads % shape[1] or num_rows != plan.num_rows:
+        raise ValueError(
+            f"shapes do not fit: q {tuple(q_NHE.shape)}, k {tuple(k_MKE.shape)}, v "
+            f"{tuple(v_MKE.shape)}, {plan.num_rows} planned rows"
+        )
+    if len(k_MKE) < plan.first_row + num_rows:
+        raise ValueError(f"{len(k_MKE)} keys for rows up to {plan.first_row + num_rows}")
+    check_operands(q_NHE, k_MKE, v_MKE)
+    if (
+        any(x.stride(-1) != 1 for x in (q_NHE, k_MKE, v_MKE))
+        or not q_NHE.device == k_MKE.device == v_MKE.device == plan.tiles_R8.device
+    ):
+        raise ValueError(
+            f"strides {q_NHE.stride()}, {k_MKE.stride()}, {v_MKE.stride()} or devices "
+            f"{q_NHE.device}, {plan.tiles_R8.device} do not fit"
+        )
+    assert not (torch.is_grad_enabled() and any(x.requires_grad for x in (q_NHE, k_MKE, v_MKE))), (
+        "branch attention has no backward"
+    )

@@ -28,7 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.gt_score import LOG2_E
-from kernels.launch import INTERPRETED, architecture, choose_kernel, dot, tl, triton
+from kernels.language import check_operands, dot, tl, triton
+from kernels.launch import architecture, choose_kernel
 
 
 class Blocks(NamedTuple):
@@ -221,7 +222,43 @@ def paged_decode(
     the host, so that a CUDA graph may hold the launch (kernel "torch" reads the longest length).
     kernel: see `launch.choose_kernel`. ValueError for what does not fit.
     """
-    (num_rows, num_heads, head_dim), (_, page_size, num_kv_heads, _) = q_RHE.shape, keys_PTKE.shape
+    _check_shapes(q_RHE, keys_PTKE, values_PTKE, block_tables_RW, lengths_R)
+    assert not (
+        torch.is_grad_enabled() and any(x.requires_grad for x in (q_RHE, keys_PTKE, values_PTKE))
+    ), "paged decode attention has no backward"
+    if choose_kernel(kernel, q_RHE.device) == "torch":
+        return paged_decode_torch(q_RHE, keys_PTKE, values_PTKE, block_tables_RW, lengths_R)
+    _check_layout(q_RHE, keys_PTKE, values_PTKE, block_tables_RW)
+    blocks = BLOCKS[architecture(q_RHE.device)]
+    num_rows, num_heads, head_dim = q_RHE.shape
+    _, page_size, num_kv_heads, _ = keys_PTKE.shape
+    splits = num_splits(blocks, num_rows, num_kv_heads, block_tables_RW.shape[1] * page_size)
+    group = num_heads // num_kv_heads
+    partial_RHSE = q_RHE.new_empty(num_rows, num_heads, splits, head_dim, dtype=torch.float32)
+    lse_RHS, out_RHE = partial_RHSE.new_empty(partial_RHSE.shape[:3]), q_RHE.new_empty(q_RHE.shape)
+    block_k = min(blocks.block_k, page_size)
+    shape = {"HEAD_DIM": head_dim, "BLOCK_K": block_k, "SPLITS": splits}
+    _split_kernel[(num_rows, num_kv_heads, splits)](
+        *(q_RHE, keys_PTKE, values_PTKE, block_tables_RW, lengths_R, partial_RHSE, lse_RHS),
+        block_tables_RW.stride(0),
+        num_heads,
+        *(*q_RHE.stride()[:2], keys_PTKE.stride(0), *values_PTKE.stride()[:2]),
+        LOG2_E / head_dim**0.5,
+        PAGE=page_size,
+        GROUP=group,
+        BLOCK_G=max(16, triton.next_power_of_2(group)),
+        num_warps=blocks.num_warps,
+        num_stages=blocks.num_stages,
+        **shape,
+    )
+    grid = (num_rows, num_heads)
+    _merge_kernel[grid](partial_RHSE, lse_RHS, lengths_R, out_RHE, num_heads, **shape)
+    return out_RHE
+
+
+def _check_shapes(q_RHE, keys_PTKE, values_PTKE, block_tables_RW, lengths_R) -> None:
+    num_rows, num_heads, head_dim = q_RHE.shape
+    num_kv_heads = keys_PTKE.shape[2]
     if (
         keys_PTKE.shape != values_PTKE.shape
         or keys_PTKE.shape[3] != head_dim
@@ -236,77 +273,26 @@ def paged_decode(
         or lengths_R.shape != (num_rows,)
         or not block_tables_RW.dtype == lengths_R.dtype == torch.int32
     ):
-        tables = f"tables {tuple(block_tables_RW.shape)} {block_tables_RW.dtype}"
         raise ValueError(
-            f"{tables}, lengths {tuple(lengths_R.shape)} {lengths_R.dtype}: int32 for "
-            f"{num_rows} rows"
+            f"tables {tuple(block_tables_RW.shape)} {block_tables_RW.dtype}, lengths "
+            f"{tuple(lengths_R.shape)} {lengths_R.dtype}: int32 for {num_rows} rows"
         )
-    assert not (
-        torch.is_grad_enabled() and any(x.requires_grad for x in (q_RHE, keys_PTKE, values_PTKE))
-    ), "paged decode attention has no backward"
-    if choose_kernel(kernel, q_RHE.device) == "torch":
-        return paged_decode_torch(q_RHE, keys_PTKE, values_PTKE, block_tables_RW, lengths_R)
-    if head_dim not in (16, 32, 64, 128, 256) or page_size < 16 or page_size & (page_size - 1):
+
+
+def _check_layout(q_RHE, keys_PTKE, values_PTKE, block_tables_RW) -> None:
+    check_operands(q_RHE, keys_PTKE, values_PTKE)
+    _, page_size, num_kv_heads, head_dim = keys_PTKE.shape
+    if page_size < 16 or page_size & (page_size - 1):
         raise ValueError(
-            f"head_dim {head_dim}, page size {page_size}: powers of 2 are needed, from 16 to "
-            "256 and from 16; use kernel 'torch'"
+            f"page size {page_size}: a power of 2 from 16 is needed; use kernel 'torch'"
         )
-    if not q_RHE.dtype == keys_PTKE.dtype == values_PTKE.dtype or not (
-        INTERPRETED or q_RHE.dtype in (torch.bfloat16, torch.float16)
-    ):
-        raise ValueError(
-            f"dtypes {q_RHE.dtype}, {keys_PTKE.dtype}, {values_PTKE.dtype}: one of bf16 and "
-            "fp16 is needed; use kernel 'torch'"
-        )
-    strides = num_kv_heads * head_dim, head_dim, 1
+    within_page = (num_kv_heads * head_dim, head_dim, 1)
     if (
         q_RHE.stride(2) != 1
         or block_tables_RW.stride(1) != 1
-        or not keys_PTKE.stride()[1:] == values_PTKE.stride()[1:] == strides
+        or not keys_PTKE.stride()[1:] == values_PTKE.stride()[1:] == within_page
     ):
         raise ValueError(
             f"strides do not fit: q {q_RHE.stride()}, keys {keys_PTKE.stride()}, values "
             f"{values_PTKE.stride()}, tables {block_tables_RW.stride()}"
         )
-    blocks = BLOCKS[architecture(q_RHE.device)]
-    block_k = min(blocks.block_k, page_size)
-    splits = num_splits(blocks, num_rows, num_kv_heads, block_tables_RW.shape[1] * page_size)
-    group = num_heads // num_kv_heads
-    partial_RHSE = q_RHE.new_empty(num_rows, num_heads, splits, head_dim, dtype=torch.float32)
-    lse_RHS, out_RHE = partial_RHSE.new_empty(partial_RHSE.shape[:3]), q_RHE.new_empty(q_RHE.shape)
-    _split_kernel[(num_rows, num_kv_heads, splits)](
-        q_RHE,
-        keys_PTKE,
-        values_PTKE,
-        block_tables_RW,
-        lengths_R,
-        partial_RHSE,
-        lse_RHS,
-        block_tables_RW.stride(0),
-        num_heads,
-        q_RHE.stride(0),
-        q_RHE.stride(1),
-        keys_PTKE.stride(0),
-        values_PTKE.stride(0),
-        strides[0],
-        LOG2_E / head_dim**0.5,
-        PAGE=page_size,
-        GROUP=group,
-        BLOCK_G=max(16, triton.next_power_of_2(group)),
-        HEAD_DIM=head_dim,
-        BLOCK_K=block_k,
-        SPLITS=splits,
-        num_warps=blocks.num_warps,
-        num_stages=blocks.num_stages,
-    )
-    _merge_kernel[(num_rows, num_heads)](
-        partial_RHSE,
-        lse_RHS,
-        lengths_R,
-        out_RHE,
-        num_heads,
-        HEAD_DIM=head_dim,
-        BLOCK_K=block_k,
-        SPLITS=splits,
-    )
-    return out_RHE

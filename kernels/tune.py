@@ -16,7 +16,8 @@ import torch
 from kernels import cross_entropy, gt_score
 from kernels.cross_entropy import Tiles
 from kernels.gt_score import Blocks
-from kernels.launch import architecture, triton
+from kernels.language import triton
+from kernels.launch import architecture
 
 
 def candidates(op: str, descriptors: bool) -> list:
@@ -80,7 +81,8 @@ def gt_score_task(device: torch.device):
 
 def main() -> None:
     """Print every candidate with its time, the fastest last."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    description = " ".join(__doc__.split("\n\n")[0].split())
+    parser = argparse.ArgumentParser("python -m kernels.tune", description=description)
     parser.add_argument("op", choices=("cross_entropy", "gt_score"))
     op = parser.parse_args().op
     if not torch.cuda.is_available():

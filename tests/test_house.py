@@ -41,7 +41,7 @@ WALLS = {
 }
 
 # Code tokens at most; bench is what times and tunes.
-CAPS = {"product": 106_100, "bench": 14_800, "tests": 176_500}
+CAPS = {"product": 105_300, "bench": 14_500, "tests": 176_800}
 NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
     *(tokenize.ENCODING, tokenize.ENDMARKER),
@@ -49,28 +49,9 @@ NO_CODE = {
 FORMATTER_OFF = "# fmt" + ":"  # in two parts, so that this line is none of them
 
 # Functions that may pass the limit, each with its reason.
-LONG = dict.fromkeys(
-    [
-        "kernels.bench.cross_entropy_case",
-        "kernels.bench.gt_score_case",
-        "kernels.gt_score.plan_rows",
-        "kernels.gt_score.branch_attention",
-        "kernels.paged_decode.paged_decode",
-        "venus.grading.summary.summarise",
-        "venus.bench.inference.ig",
-        "venus.bench.inference.decode",
-        "venus.bench.gpu.decode",
-        "venus.bench.share.print_share",
-        "venus.bench.share.roll_out",
-        "venus.model.decode.CachedLayout.of",
-        "venus.curation.formats.from_messages",
-        "venus.demo.main",
-        "venus.report.figures.tables",
-        "venus.model.qwen3.Qwen3Config.from_dict",
-        "venus.report.plot_svg.svg_curves",
-    ],
-    "was laid out at 160 columns, and is to be cut after the move",
-)
+LONG = {
+    "venus.grading.summary.summarise": "its docstring is the schema of summary.json",
+}
 
 NETWORK = (
     "requests",

@@ -19,7 +19,6 @@ import torch
 from kernels import gt_score
 from kernels.cross_entropy import linear_log_probs
 from kernels.gt_score import Blocks, branch_attention, branch_attention_ref, plan_rows
-from venus.model import qwen3
 from venus.model.weights import load_model
 from venus.rl.info_gain import Cuts, score_ground_truth, score_uncached
 
@@ -220,12 +219,11 @@ def test_the_ground_truth_is_scored_through_both_kernels(monkeypatch, max_tokens
     ]
     calls = []
     monkeypatch.setattr(
-        "venus.model.attention.branch_attention",
+        "kernels.gt_score.branch_attention",
         lambda *args: calls.append(args[0].shape) or branch_attention(*args),
     )
     monkeypatch.setattr(
-        qwen3,
-        "linear_log_probs",
+        "kernels.cross_entropy.linear_log_probs",
         lambda *args, **how: calls.append(how["kernel"]) or linear_log_probs(*args, **how),
     )
     got = score_ground_truth(model, items, max_tokens=max_tokens, kernel="triton")

@@ -9,17 +9,18 @@ dtype's SDPA arithmetic.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import varlen
 
-from kernels.gt_score import Plan, branch_attention, plan_rows
 from kernels.launch import choose_kernel
 from venus.model.cache import KVCache
 from venus.model.decode import CachedLayout, attend_cached, causal_tail, varlen_keywords
+
+if TYPE_CHECKING:  # slow to import, with Triton
+    from kernels.gt_score import Plan
 
 
 class Span(NamedTuple):
@@ -79,7 +80,7 @@ def plan_attention(
     num_groups: int,
     kernel: str,
     cache: KVCache | None = None,
-) -> Layout | CachedLayout | Plan | Documents | None:
+) -> "Layout | CachedLayout | Plan | Documents | None":
     """Decide once for all layers what `attend` runs on packed spans. A Layout stays itself where
     torch's SDPA serves, span by span.
 
@@ -94,35 +95,25 @@ def plan_attention(
     if is_plain and x_BSD.is_cuda and is_half:
         ends = [end for _, end, _, _ in layout.spans]
         starts = torch.tensor([0, *ends], dtype=torch.int32).to(x_BSD.device)
-        return Documents(
-            starts,
-            max(end - start for start, end, _, _ in layout.spans),
-            layout.to_heads,
-            layout.to_sequence,
-        )
+        longest = max(end - start for start, end, _, _ in layout.spans)
+        return Documents(starts, longest, layout.to_heads, layout.to_sequence)
     # "triton" in fp32 is right under the interpreter, and an error on CUDA
     may_use_triton = kernel == "triton" or is_half
-    if (
-        not is_plain
-        and may_use_triton
-        and choose_kernel(kernel, x_BSD.device) == "triton"
-        and not torch.is_grad_enabled()
-    ):
-        return plan_rows(
-            layout.spans,
-            num_groups,
-            x_BSD.device,
-            first_row=layout.first,
-            num_rows=x_BSD.shape[0] * x_BSD.shape[1],
-        )
-    return layout
+    if is_plain or not may_use_triton or choose_kernel(kernel, x_BSD.device) == "torch":
+        return layout
+    if torch.is_grad_enabled():  # the kernel has no backward
+        return layout
+    from kernels.gt_score import plan_rows
+
+    rows = {"first_row": layout.first, "num_rows": x_BSD.shape[0] * x_BSD.shape[1]}
+    return plan_rows(layout.spans, num_groups, x_BSD.device, **rows)
 
 
 def attend(
     q_BSHE: Tensor,
     k_BSKE: Tensor,
     v_BSKE: Tensor,
-    layout: Layout | CachedLayout | Plan | Documents | None,
+    layout: "Layout | CachedLayout | Plan | Documents | None",
     cache: KVCache | None = None,
     layer: int = 0,
 ) -> Tensor:
@@ -143,24 +134,23 @@ def attend(
         q_BSHE, k_BSKE, v_BSKE = layout.to_heads(q_BSHE, k_BSKE, v_BSKE)
     q_NHE, k_NKE, v_NKE = (x.flatten(0, 1) for x in (q_BSHE, k_BSKE, v_BSKE))
     if isinstance(layout, Documents):
-        starts, longest = layout.starts, layout.longest
-        out_NHE = varlen.varlen_attn(
-            q_NHE, k_NKE, v_NKE, starts, starts, longest, longest, **varlen_keywords()
-        )
-    elif isinstance(layout, Plan):
-        out_NHE, _ = branch_attention(
-            q_NHE, *_with_earlier(k_NKE, v_NKE, layout.first_row, cache, layer), layout
-        )
+        from torch.nn.attention.varlen import varlen_attn  # slow to import
+
+        places = (layout.starts, layout.starts, layout.longest, layout.longest)
+        out_NHE = varlen_attn(q_NHE, k_NKE, v_NKE, *places, **varlen_keywords())
     elif isinstance(layout, Layout):
-        out_NHE = _attend_spans(
-            q_NHE, *_with_earlier(k_NKE, v_NKE, layout.first, cache, layer), layout
-        )
-    else:
+        keys_values = _with_earlier(k_NKE, v_NKE, layout.first, cache, layer)
+        out_NHE = _attend_spans(q_NHE, *keys_values, layout)
+    elif isinstance(layout, CachedLayout):
         assert cache is not None, "a CachedLayout needs its cache"
-        cache.write(
-            layer, layout.places_NK, k_NKE[: len(layout.places_NK)], v_NKE[: len(layout.places_NK)]
-        )
+        count = len(layout.places_NK)
+        cache.write(layer, layout.places_NK, k_NKE[:count], v_NKE[:count])
         out_NHE = attend_cached(q_NHE, layout, cache, layer)
+    else:
+        from kernels.gt_score import branch_attention
+
+        keys_values = _with_earlier(k_NKE, v_NKE, layout.first_row, cache, layer)
+        out_NHE, _ = branch_attention(q_NHE, *keys_values, layout)
     out_BSHE = out_NHE.view(q_BSHE.shape)
     return layout.to_sequence(out_BSHE) if is_packed else out_BSHE
 
@@ -174,16 +164,11 @@ def _with_earlier(
     if cache is None:
         assert first == 0, f"rows from {first} on need the cache with the rows before"
         return k_NKE, v_NKE
-    stop = first + len(k_NKE)
-    for buffer_RKTE, new_NKE in (
-        (cache.keys_RKTE[layer], k_NKE),
-        (cache.values_RKTE[layer], v_NKE),
-    ):
-        buffer_RKTE[0, :, first:stop] = new_NKE.transpose(0, 1)
-    return tuple(
-        buffers[layer][0, :, :stop].transpose(0, 1)
-        for buffers in (cache.keys_RKTE, cache.values_RKTE)
+    keys_TKE, values_TKE = (
+        buffers[layer][0].transpose(0, 1)[: first + len(k_NKE)] for buffers in cache.buffers
     )
+    keys_TKE[first:], values_TKE[first:] = k_NKE, v_NKE
+    return keys_TKE, values_TKE
 
 
 def _attend_spans(q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, layout: Layout) -> Tensor:
@@ -197,9 +182,6 @@ def _attend_spans(q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, layout: Layout) -
         if pre > doc:
             keys, values = torch.cat([k_NKE[doc:pre], keys]), torch.cat([v_NKE[doc:pre], values])
         q_SHE = q_NHE[start - layout.first : end - layout.first]
-        outputs.append(
-            causal_tail(
-                q_SHE.transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1)
-            ).transpose(0, 1)
-        )
+        out_HSE = causal_tail(*(x.transpose(0, 1) for x in (q_SHE, keys, values)))
+        outputs.append(out_HSE.transpose(0, 1))
     return torch.cat(outputs)

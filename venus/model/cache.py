@@ -35,10 +35,10 @@ class KVCache:
         # one position more than asked for: rows a power of two apart would compete for the same
         # lines of the processor's cache
         shape = (num_rows, num_kv_heads, min(capacity, 256) + 1, head_dim)
-        self.keys_RKTE = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.values_RKTE = [
-            torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)
-        ]
+        self.keys_RKTE, self.values_RKTE = self.buffers = tuple(
+            [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+            for _ in range(2)
+        )
         self.capacity = capacity
         self.lengths = [0] * num_rows
 
@@ -53,7 +53,7 @@ class KVCache:
         if length <= allocated:
             return
         extra = min(max(length, 2 * allocated), self.capacity + 1) - allocated
-        for buffers in (self.keys_RKTE, self.values_RKTE):
+        for buffers in self.buffers:
             for layer, buffer_RKTE in enumerate(buffers):
                 buffers[layer] = torch.nn.functional.pad(buffer_RKTE, (0, 0, 0, extra))
 
@@ -71,10 +71,7 @@ class KVCache:
 
     def vectors(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer, each [V, E]."""
-        return tuple(
-            buffer.view(-1, buffer.shape[-1])
-            for buffer in (self.keys_RKTE[layer], self.values_RKTE[layer])
-        )
+        return tuple(buffers[layer].view(-1, buffers[layer].shape[-1]) for buffers in self.buffers)
 
     def write(self, layer: int, places_NK: Tensor, keys_NKE: Tensor, values_NKE: Tensor) -> None:
         """Store new keys and values of one layer at their places; lengths do not
@@ -85,7 +82,7 @@ class KVCache:
 
     def read(self, layer: int, row: int, length: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the first `length` positions of a row, each [K, T, E]."""
-        return self.keys_RKTE[layer][row, :, :length], self.values_RKTE[layer][row, :, :length]
+        return tuple(buffers[layer][row, :, :length] for buffers in self.buffers)
 
     def advance(self, row: int, count: int) -> None:
         """Make the next `count` positions of a row visible."""
@@ -152,7 +149,7 @@ class PagedKVCache(KVCache):
             dtype=dtype,
             device=device,
         )
-        self.keys_PTKE, self.values_PTKE = (list(pages) for pages in self.pages)
+        self.keys_PTKE, self.values_PTKE = self.buffers = tuple(map(list, self.pages))
         self.capacity, self.page_size = capacity, page_size
         self.lengths, self.num_held = [0] * num_rows, [0] * num_rows
         self.tables_RW = np.zeros((num_rows, width), dtype=np.int32)
@@ -195,13 +192,6 @@ class PagedKVCache(KVCache):
         )
         return (place_N * num_heads + np.arange(num_heads)[:, None]).T
 
-    def vectors(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of one layer, each [V, E]."""
-        return tuple(
-            pages.view(-1, pages.shape[-1])
-            for pages in (self.keys_PTKE[layer], self.values_PTKE[layer])
-        )
-
     def read(self, layer: int, row: int, length: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the first `length` positions of a row, each [K, T, E],
         gathered from its pages.
@@ -210,8 +200,8 @@ class PagedKVCache(KVCache):
             self.tables_RW[row, : -(-length // self.page_size)].astype(np.int64)
         ).to(self.pages.device)
         return tuple(
-            pages_PTKE[table_W].flatten(0, 1)[:length].transpose(0, 1)
-            for pages_PTKE in (self.keys_PTKE[layer], self.values_PTKE[layer])
+            buffers[layer][table_W].flatten(0, 1)[:length].transpose(0, 1)
+            for buffers in self.buffers
         )
 
     def truncate(self, row: int, length: int) -> None:

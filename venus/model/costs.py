@@ -9,8 +9,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from kernels.cross_entropy import CHUNK_BYTES_CPU, CHUNK_BYTES_CUDA
-
 # of a GPU's memory: the rest is the driver's, the allocator's rounding and its fragments
 USABLE = 0.92
 # a block under backward holds what it saved and the gradients of about half of it
@@ -107,6 +105,8 @@ def loss_bytes(config, tokens: int, bf16: bool) -> int:
     """Bytes of the one-pass loss: a chunk of fp32 logits, in bf16 dz beside it, the head's gradient
     in fp32 (and as handed on), hidden rows, final norm.
     """
+    from kernels.cross_entropy import CHUNK_BYTES_CPU, CHUNK_BYTES_CUDA  # with Triton: slow
+
     width, row = 2 if bf16 else 4, 4 * config.vocab_size
     most = max(1, (CHUNK_BYTES_CUDA if bf16 else CHUNK_BYTES_CPU) // row)
     most -= most % 128 if most > 128 else 0
@@ -157,45 +157,29 @@ def memory_rows(config, setting: Training, gpu_memory: float | None) -> list[tup
     """
     check_heads(config, setting.sp)
     items = training_memory(config, setting)
-    total, limit, flags = sum(items.values()), USABLE * 1e9 * (gpu_memory or 0), {}
+    total = sum(items.values())
     rows = [
         (f"memory per GPU, {name}", readable_bytes(count))
         for name, count in [*items.items(), ("total", total)]
     ]
     if setting.recompute == "offload":
-        rows.append(
-            (
-                "host memory per GPU, layer checkpoints",
-                readable_bytes(
-                    training_memory(config, replace(setting, recompute="on"))["layer checkpoints"]
-                ),
-            )
-        )
-    if not gpu_memory:
-        return rows
+        kept = training_memory(config, replace(setting, recompute="on"))["layer checkpoints"]
+        rows.append(("host memory per GPU, layer checkpoints", readable_bytes(kept)))
+    if gpu_memory:
+        rows.append(("verdict", _verdict(config, setting, total, USABLE * 1e9 * gpu_memory)))
+    return rows
+
+
+def _verdict(config, setting: Training, total: int, limit: float) -> str:
     line = f"{readable_bytes(total)} of {readable_bytes(limit)} usable"
     if total <= limit:
-        return [*rows, ("verdict", f"fits: {line}")]
+        return f"fits: {line}"
+    flags = {}
     for flag, value, changed in knobs(config, setting):
-        flags[flag] = value
+        flags[flag] = f"{flag} {value}"
         if sum(training_memory(config, changed).values()) <= limit:
-            return [
-                *rows,
-                (
-                    "verdict",
-                    (
-                        f"does not fit: {line}; it does with "
-                        f"{' '.join(f'{flag} {value}' for flag, value in flags.items())}"
-                    ),
-                ),
-            ]
-    return [
-        *rows,
-        (
-            "verdict",
-            f"does not fit: {line}, whatever the flags; use more GPUs or a smaller --max-length",
-        ),
-    ]
+            return f"does not fit: {line}; it does with {' '.join(flags.values())}"
+    return f"does not fit: {line}, whatever the flags; use more GPUs or a smaller --max-length"
 
 
 def knobs(config, setting: Training) -> Iterator[tuple[str, object, Training]]:
@@ -207,9 +191,7 @@ def knobs(config, setting: Training) -> Iterator[tuple[str, object, Training]]:
     ):
         setting = replace(setting, sp=2 * setting.sp)
         yield "--sp", setting.sp, setting
-    for recompute in {"off": ("on", "offload"), "on": ("offload",), "offload": ()}[
-        setting.recompute
-    ]:
+    for recompute in {"off": ("on", "offload"), "on": ("offload",)}.get(setting.recompute, ()):
         setting = replace(setting, recompute=recompute)
         yield "--recompute", recompute, setting
     shortest = -(-setting.longest // setting.sp)
@@ -239,12 +221,11 @@ def kv_pool_tokens(
     and AdamW too, whose gradients are dropped by then.
     """
     gathered = num_parameters(config) * (2 if bf16 else 4)
-    held = (
-        gathered
-        + WORK_BYTES
-        + (gathered // world_size if reference else 0)
-        + (12 * num_parameters(config) // world_size if training else 0)
-    )
+    held = gathered + WORK_BYTES
+    if reference:
+        held += gathered // world_size
+    if training:
+        held += 12 * num_parameters(config) // world_size
     return max(0, int(USABLE * gpu_memory * 1e9 - held) // kv_bytes(config, 1, bf16))
 
 
@@ -284,22 +265,19 @@ def training_flops(config, lengths: Sequence[int], loss_tokens: int) -> float:
     document. Nothing done twice is counted.
     """
     layers = config.num_hidden_layers * block_products(config) * sum(lengths)
-    return 6.0 * (
-        layers + config.vocab_size * config.hidden_size * loss_tokens
-    ) + 3 * _attention_flops(config, lengths)
+    head = config.vocab_size * config.hidden_size * loss_tokens
+    return 6.0 * (layers + head) + 3 * _attention_flops(config, lengths)
 
 
 def recompute_flops(config, lengths: Sequence[int], recompute: str) -> float:
     """FLOPs done twice: attention's scores in its own backward and, unless recompute is "off", the
     forward of all layers.
     """
-    again = (
-        0
-        if recompute == "off"
-        else 2.0 * config.num_hidden_layers * block_products(config) * sum(lengths)
-        + _attention_flops(config, lengths)
-    )
-    return again + _attention_flops(config, lengths) / 2
+    attention = _attention_flops(config, lengths)
+    if recompute == "off":
+        return attention / 2
+    layers = 2.0 * config.num_hidden_layers * block_products(config) * sum(lengths)
+    return layers + attention + attention / 2
 
 
 def _attention_flops(config, lengths: Sequence[int]) -> float:

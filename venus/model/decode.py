@@ -4,7 +4,6 @@ Shapes: H query heads  K kv heads  E head_dim  N new tokens  R cache rows  T cac
         W pages of a row.
 """
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Sequence
@@ -15,9 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import varlen
 
-from kernels.paged_decode import paged_decode
 from venus.model.cache import KVCache, PagedKVCache
 from venus.model.ragged import RaggedPlan, attend_ragged, plan_ragged
 
@@ -76,7 +73,8 @@ class CachedLayout:
         wanted: Sequence[int] = (),
     ) -> "CachedLayout":
         """Plan `counts[i]` new tokens for each row of `rows`, padded to `num_tokens`; the caller
-        advances the cache afterwards.
+        advances the cache afterwards. Rows that hold 3 and 5 tokens and get 1 and 2 more: their
+        positions_N are 3, 5 and 6, and num_singles is 1.
 
         num_groups: H/K. kernel: how single tokens attend, "ragged" on the CPU, "triton" or "varlen"
         to pages on CUDA, "torch" anywhere, to contiguous rows one by one. wanted: the tokens whose
@@ -86,53 +84,32 @@ class CachedLayout:
         past = [cache.lengths[row] for row in rows]
         ends = [start + count for start, count in zip(past, counts, strict=True)]
         cache.reserve_rows(rows, ends)
-        num_singles = next((i for i, count in enumerate(counts) if count != 1), len(rows))
-        chunks_of = [
-            np.arange(start, end)
-            for start, end in zip(past[num_singles:], ends[num_singles:], strict=True)
-        ]
-        positions = np.concatenate([np.asarray(past[:num_singles], dtype=np.int64), *chunks_of])
-        places_NK = torch.from_numpy(cache.places(np.repeat(rows, counts), positions)).to(device)
-        positions_N = torch.zeros(max(num_tokens, len(positions)), dtype=torch.int64)
-        positions_N[: len(positions)] = torch.from_numpy(positions)
-        positions_N = positions_N.to(device)
-        singles = chunks = None
-        is_paged = isinstance(cache, PagedKVCache)
-        if not (is_paged or kernel == "ragged"):
-            num_singles = 0
-        elif num_singles and kernel == "ragged":
+        row_N = np.repeat(rows, counts)
+        position_N = np.arange(len(row_N)) - np.repeat(np.cumsum(counts) - ends, counts)
+        padding = (0, max(0, num_tokens - len(row_N)))
+        positions_N = F.pad(torch.from_numpy(position_N), padding).to(device)
+        places_NK = torch.from_numpy(cache.places(row_N, position_N)).to(device)
+        is_paged, num_singles = isinstance(cache, PagedKVCache), 0
+        if is_paged or kernel == "ragged":
+            num_singles = next((i for i, count in enumerate(counts) if count != 1), len(rows))
+        singles = chunks = wanted_N = last = None
+        if num_singles and kernel == "ragged":
             singles = plan_ragged(cache, rows[:num_singles], ends[:num_singles], num_groups)
         elif num_singles:
             singles = _page_tables(cache, rows[:num_singles], ends[:num_singles], device, kernel)
-        if (
-            is_paged
-            and num_singles < len(rows)
-            and chunk_kernel(device, cache.pages.dtype) == "varlen"
-        ):
-            tables = _page_tables(cache, rows[num_singles:], ends[num_singles:], device, "varlen")
-            starts = np.cumsum([0, *counts[num_singles:]], dtype=np.int32)
-            chunks = tables._replace(
-                starts=torch.from_numpy(starts).to(device), longest=max(counts)
-            )
-        layout = CachedLayout(
-            tuple(rows),
-            tuple(counts),
-            tuple(past),
-            num_singles,
-            positions_N,
-            places_NK,
-            singles,
-            chunks,
-        )
-        if kernel != "ragged" or not wanted:
-            return layout
-        wanted_N, row_N = np.asarray(wanted), np.repeat(rows, counts)
-        # each a single token that sees its row up to itself
-        plan = plan_ragged(cache, row_N[wanted_N], positions[wanted_N] + 1, num_groups)
-        last = dataclasses.replace(
-            layout, rows=(), counts=(), past=(), num_singles=len(wanted), singles=plan
-        )
-        return dataclasses.replace(layout, wanted_N=torch.from_numpy(wanted_N), last=last)
+        has_chunks = is_paged and num_singles < len(rows)
+        if has_chunks and chunk_kernel(device, cache.pages.dtype) == "varlen":
+            chunks = _page_tables(cache, rows[num_singles:], ends[num_singles:], device, "varlen")
+            starts = torch.from_numpy(np.cumsum([0, *counts[num_singles:]], dtype=np.int32))
+            chunks = chunks._replace(starts=starts.to(device), longest=max(counts))
+        new = positions_N, places_NK
+        if wanted and kernel == "ragged":  # each a single token that sees its row up to itself
+            wanted_N = np.asarray(wanted)
+            plan = plan_ragged(cache, row_N[wanted_N], position_N[wanted_N] + 1, num_groups)
+            last = CachedLayout((), (), (), len(wanted), *new, plan, chunks)
+            wanted_N = torch.from_numpy(wanted_N)
+        old = tuple(rows), tuple(counts), tuple(past)
+        return CachedLayout(*old, num_singles, *new, singles, chunks, wanted_N, last)
 
 
 def _page_tables(
@@ -156,51 +133,40 @@ def attend_cached(q_NHE: Tensor, layout: CachedLayout, cache: KVCache, layer: in
     if isinstance(layout.singles, RaggedPlan):
         outputs.append(attend_ragged(q_NHE[:start], *cache.vectors(layer), layout.singles))
     elif layout.singles is not None:
-        outputs.append(
-            _attend_pages(
-                q_NHE[:start], cache.keys_PTKE[layer], cache.values_PTKE[layer], layout.singles
-            )
-        )
+        outputs.append(_attend_pages(q_NHE[:start], cache, layer, layout.singles))
     if layout.chunks is not None:
         stop = sum(layout.counts)
-        outputs.append(
-            _attend_pages(
-                q_NHE[start:stop], cache.keys_PTKE[layer], cache.values_PTKE[layer], layout.chunks
-            )
-        )
+        outputs.append(_attend_pages(q_NHE[start:stop], cache, layer, layout.chunks))
         start = stop
     else:
-        for row, count, past in list(zip(layout.rows, layout.counts, layout.past, strict=True))[
-            layout.num_singles :
-        ]:
-            keys_KTE, values_KTE = cache.read(layer, row, past + count)
-            outputs.append(
-                causal_tail(
-                    q_NHE[start : start + count].transpose(0, 1), keys_KTE, values_KTE
-                ).transpose(0, 1)
-            )
+        per_row = list(zip(layout.rows, layout.counts, layout.past, strict=True))
+        for row, count, past in per_row[start:]:
+            q_HSE = q_NHE[start : start + count].transpose(0, 1)
+            out_HSE = causal_tail(q_HSE, *cache.read(layer, row, past + count))
+            outputs.append(out_HSE.transpose(0, 1))
             start += count
     if start < len(q_NHE):
         outputs.append(torch.zeros_like(q_NHE[start:]))
     return torch.cat(outputs)
 
 
-def _attend_pages(
-    q_NHE: Tensor, keys_PTKE: Tensor, values_PTKE: Tensor, pages: PageTables
-) -> Tensor:
+def _attend_pages(q_NHE: Tensor, cache: PagedKVCache, layer: int, pages: PageTables) -> Tensor:
     """New tokens of each row over its pages: our kernel or its torch form for one a row, flash
     attention for any number.
     """
+    keys_PTKE, values_PTKE = cache.keys_PTKE[layer], cache.values_PTKE[layer]
     if pages.kernel != "varlen":
+        from kernels.paged_decode import paged_decode  # slow to import, with Triton
+
         return paged_decode(
             q_NHE, keys_PTKE, values_PTKE, pages.tables_RW, pages.lengths_R, kernel=pages.kernel
         )
-    starts = (
-        pages.starts
-        if pages.starts is not None
-        else torch.arange(len(q_NHE) + 1, dtype=torch.int32, device=q_NHE.device)
-    )
-    return varlen.varlen_attn(
+    from torch.nn.attention.varlen import varlen_attn  # slow to import
+
+    starts = pages.starts
+    if starts is None:
+        starts = torch.arange(len(q_NHE) + 1, dtype=torch.int32, device=q_NHE.device)
+    return varlen_attn(
         q_NHE,
         keys_PTKE,
         values_PTKE,
@@ -219,12 +185,15 @@ def chunk_kernel(device: torch.device | str, dtype: torch.dtype) -> str:
     once, where there is a GPU, half precision and a torch that takes pages (2.12), else "torch",
     row by row.
     """
-    takes_pages = "block_table" in inspect.signature(varlen.varlen_attn).parameters
-    return (
-        "varlen"
-        if torch.device(device).type == "cuda" and dtype != torch.float32 and takes_pages
-        else "torch"
-    )
+    if torch.device(device).type != "cuda" or dtype == torch.float32:
+        return "torch"
+    return "varlen" if "block_table" in _varlen_parameters() else "torch"
+
+
+def _varlen_parameters():
+    from torch.nn.attention.varlen import varlen_attn  # slow to import
+
+    return inspect.signature(varlen_attn).parameters
 
 
 @functools.cache
@@ -232,7 +201,7 @@ def varlen_keywords(*needed: str) -> dict:
     """The keywords that make `varlen_attn` causal and grouped in this version of torch. ValueError
     when it cannot be, or lacks a `needed` one.
     """
-    parameters = inspect.signature(varlen.varlen_attn).parameters
+    parameters = _varlen_parameters()
     for keyword, version in {"window_size": "2.11", "block_table": "2.12"}.items():
         if keyword in {"window_size", *needed} - parameters.keys():
             raise ValueError(
@@ -248,17 +217,11 @@ def causal_tail(q_HSE: Tensor, k_KTE: Tensor, v_KTE: Tensor) -> Tensor:
     """The last S of T positions attend to everything at or before themselves."""
     num_new, num_keys = q_HSE.shape[1], k_KTE.shape[1]
     if TAIL_ROWS < num_new < num_keys:
-        stops = [
-            (start, num_keys - num_new + min(start + TAIL_ROWS, num_new))
-            for start in range(0, num_new, TAIL_ROWS)
-        ]
-        return torch.cat(
-            [
-                causal_tail(q_HSE[:, start : start + TAIL_ROWS], k_KTE[:, :stop], v_KTE[:, :stop])
-                for start, stop in stops
-            ],
-            dim=1,
-        )
+        parts, stop = [], num_keys - num_new
+        for part_HSE in q_HSE.split(TAIL_ROWS, dim=1):
+            stop += part_HSE.shape[1]
+            parts.append(causal_tail(part_HSE, k_KTE[:, :stop], v_KTE[:, :stop]))
+        return torch.cat(parts, dim=1)
     bias_ST = None
     if 1 < num_new < num_keys:  # is_causal aligns top-left, which is wrong for a tail
         bias_ST = q_HSE.new_full((num_new, num_keys), -torch.inf).triu_(num_keys - num_new + 1)

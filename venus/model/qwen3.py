@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
-from kernels.cross_entropy import fp32_logits, linear_log_probs, linear_token_loss
 from venus.model.attention import CachedLayout, Layout, attend, plan_attention
 from venus.model.cache import KVCache
 
@@ -70,47 +69,25 @@ class Qwen3Config:
         """
         if not isinstance(raw, dict):
             raise ValueError(f"{where}: {type(raw).__name__} instead of a JSON object")
+        _check_supported(raw, where)
         rope = raw.get("rope_parameters") or {}
-        unsupported = {
-            "model_type": raw.get("model_type") != "qwen3",
-            "hidden_act": raw.get("hidden_act", "silu") != "silu",
-            "attention_bias": bool(raw.get("attention_bias")),
-            "attention_dropout": bool(raw.get("attention_dropout")),
-            "rope_scaling": raw.get("rope_scaling") is not None,
-            "rope_parameters": bool(set(rope) - {"rope_theta", "rope_type"})
-            or rope.get("rope_type", "default") != "default",
-            "use_sliding_window": bool(raw.get("use_sliding_window")),
-            "layer_types": any(kind != "full_attention" for kind in raw.get("layer_types") or []),
-            "num_experts": raw.get("num_experts") is not None,
-            "quantization_config": raw.get("quantization_config") is not None,
-        }
-        for key, is_unsupported in unsupported.items():
-            if is_unsupported:
-                raise ValueError(
-                    f"{where}: {key} = {raw.get(key)!r} is not supported; Venus implements "
-                    "dense Qwen3 with plain RoPE and full attention"
-                )
-        values = dict(raw)
-        values.setdefault("rope_theta", rope.get("rope_theta"))
+        values = {"rope_theta": rope.get("rope_theta"), **raw}
         values["dtype"] = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
-        names = [field.name for field in dataclasses.fields(Qwen3Config)]
-        missing = [name for name in names if values.get(name) is None]
-        if missing:
+        fields = dataclasses.fields(Qwen3Config)
+        if missing := [field.name for field in fields if values.get(field.name) is None]:
             raise ValueError(f"{where}: missing {', '.join(missing)}")
-        for field in dataclasses.fields(Qwen3Config):
-            value = values[field.name]
+        for field in fields:
+            value, is_number = values[field.name], field.type in (int, float)
             kinds = (int, float) if field.type is float else (field.type,)
-            if type(value) not in kinds or (field.type in (int, float) and value <= 0):
-                raise ValueError(
-                    f"{where}: {field.name} = {value!r} is not a "
-                    f"{field.type.__name__}{' > 0' * (field.type in (int, float))}"
-                )
-        if "rope_theta" in raw and rope.get("rope_theta", raw["rope_theta"]) != raw["rope_theta"]:
+            if type(value) not in kinds or (is_number and value <= 0):
+                kind = f"{field.type.__name__}{' > 0' * is_number}"
+                raise ValueError(f"{where}: {field.name} = {value!r} is not a {kind}")
+        if rope.get("rope_theta", values["rope_theta"]) != values["rope_theta"]:
             raise ValueError(
                 f"{where}: rope_theta {raw['rope_theta']} and rope_parameters.rope_theta "
                 f"{rope['rope_theta']} disagree"
             )
-        config = Qwen3Config(**{name: values[name] for name in names})
+        config = Qwen3Config(**{field.name: values[field.name] for field in fields})
         if config.num_attention_heads % config.num_key_value_heads:
             raise ValueError(
                 f"{where}: {config.num_attention_heads} query heads do not divide among "
@@ -129,18 +106,39 @@ class Qwen3Config:
             "hidden_act": "silu",
             "attention_bias": False,
             "attention_dropout": 0.0,
-        }
-        fixed |= {
             "use_sliding_window": False,
             "sliding_window": None,
             "max_window_layers": self.num_hidden_layers,
             "rope_scaling": None,
         }
+        ours = dataclasses.asdict(self)
         return (
-            fixed
-            | dataclasses.asdict(self)
-            | {"torch_dtype": self.dtype, "rope_parameters": rope, "use_cache": True}
+            fixed | ours | {"torch_dtype": self.dtype, "rope_parameters": rope, "use_cache": True}
         )
+
+
+def _check_supported(raw: dict, where: str) -> None:
+    """ValueError for a setting whose arithmetic this model does not have."""
+    rope = raw.get("rope_parameters") or {}
+    unsupported = {
+        "model_type": raw.get("model_type") != "qwen3",
+        "hidden_act": raw.get("hidden_act", "silu") != "silu",
+        "attention_bias": raw.get("attention_bias"),
+        "attention_dropout": raw.get("attention_dropout"),
+        "rope_scaling": raw.get("rope_scaling") is not None,
+        "rope_parameters": set(rope) - {"rope_theta", "rope_type"}
+        or rope.get("rope_type", "default") != "default",
+        "use_sliding_window": raw.get("use_sliding_window"),
+        "layer_types": any(kind != "full_attention" for kind in raw.get("layer_types") or []),
+        "num_experts": raw.get("num_experts") is not None,
+        "quantization_config": raw.get("quantization_config") is not None,
+    }
+    for key, is_unsupported in unsupported.items():
+        if is_unsupported:
+            raise ValueError(
+                f"{where}: {key} = {raw.get(key)!r} is not supported; Venus implements "
+                "dense Qwen3 with plain RoPE and full attention"
+            )
 
 
 # Qwen3-4B-Thinking-2507, the paper's model
@@ -208,17 +206,14 @@ class Attention(nn.Module):
         layer: int,
         wanted_N: Tensor | None,
     ) -> Tensor:
-        k_BSKE = apply_rope(
-            self.k_norm(self.k_proj(x_BSD).unflatten(-1, (-1, self.head_dim))), *rope
-        )
-        v_BSKE = self.v_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
+        per_head = (-1, self.head_dim)
+        k_BSKE = apply_rope(self.k_norm(self.k_proj(x_BSD).unflatten(-1, per_head)), *rope)
+        v_BSKE = self.v_proj(x_BSD).unflatten(-1, per_head)
         if wanted_N is not None:
             x_BSD = x_BSD[:, wanted_N]
             rope = [angles[:, wanted_N] for angles in rope]
             layout = layout.last
-        q_BSHE = apply_rope(
-            self.q_norm(self.q_proj(x_BSD).unflatten(-1, (-1, self.head_dim))), *rope
-        )
+        q_BSHE = apply_rope(self.q_norm(self.q_proj(x_BSD).unflatten(-1, per_head)), *rope)
         return self.o_proj(attend(q_BSHE, k_BSKE, v_BSKE, layout, cache, layer).flatten(2))
 
 
@@ -416,11 +411,8 @@ class Qwen3(nn.Module):
         layout = plan_attention(layout, x_BSD, self.config.num_groups, kernel, cache)
         for block in self.model.layers:
             if self.recompute == "off" or not torch.is_grad_enabled():
-                wanted_N = (
-                    layout.wanted_N
-                    if isinstance(layout, CachedLayout) and block is self.model.layers[-1]
-                    else None
-                )
+                narrows = isinstance(layout, CachedLayout) and block is self.model.layers[-1]
+                wanted_N = layout.wanted_N if narrows else None
                 x_BSD = block(x_BSD, rope, layout, cache, wanted_N)
             else:
                 x_BSD = _recomputed(block, x_BSD, rope, layout, offload=self.recompute == "offload")
@@ -428,6 +420,8 @@ class Qwen3(nn.Module):
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """fp32 logits [N, V] of selected hidden rows."""
+        from kernels.cross_entropy import fp32_logits  # slow to import, with Triton
+
         return fp32_logits(hidden_ND, self.lm_head.weight)
 
     def token_stats(
@@ -448,6 +442,8 @@ class Qwen3(nn.Module):
         targets_BS[b, s] is predicted from ids_BS[b, :s+1] (already shifted). Rows are selected
         before the lm_head. kernel: "triton", "torch", or "auto", Triton on CUDA.
         """
+        from kernels.cross_entropy import linear_log_probs
+
         rows, hidden_ND, targets_N = self._selected(
             ids_BS, targets_BS, mask_BS, positions_BS, layout, cache, kernel
         )
@@ -478,6 +474,8 @@ class Qwen3(nn.Module):
 
         The gradient is computed in the same pass, from the loss's slope: backward may run once.
         """
+        from kernels.cross_entropy import linear_token_loss
+
         rows, hidden_ND, targets_N = self._selected(
             ids_BS, targets_BS, loss.weights_BS != 0, positions_BS, layout, None, kernel
         )

@@ -15,6 +15,7 @@ Shapes: R rows  H query heads  K kv heads  E head_dim  V vectors of a cache's la
         M positions of all rows  J = H*M  T longest row.
 """
 
+import functools
 import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -32,12 +33,6 @@ MOST_PADDING = 1.25
 # the softmax's rows end at a multiple of this: the last numbers of an odd width would be
 # summed in another order
 WIDTH = 16
-
-# torch says once, at the first one, that compressed sparse tensors are in beta and unchecked; the
-# product takes no others
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    torch.sparse_csr_tensor([0, 1], [0], [1.0])
 
 
 class RaggedPlan(NamedTuple):
@@ -58,12 +53,23 @@ class RaggedPlan(NamedTuple):
     width: int
 
 
+@functools.cache
+def _silence_beta_warning() -> None:
+    """torch says once, at the first one, that compressed sparse tensors are in beta and unchecked;
+    the product takes no others.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.sparse_csr_tensor([0, 1], [0], [1.0])
+
+
 def plan_ragged(
     cache: KVCache, rows: Sequence[int], lengths: Sequence[int], num_groups: int
 ) -> RaggedPlan:
     """One query for each of `rows`, which sees the first `lengths` positions of its
     row; num_groups: H/K.
     """
+    _silence_beta_warning()
     lengths_R, num_rows = np.asarray(lengths), len(rows)
     width = -(-int(lengths_R.max()) // WIDTH) * WIDTH
     seen_R = (

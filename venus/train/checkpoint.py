@@ -11,17 +11,9 @@ import os
 import pickle
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_state_dict,
-)
-from torch.distributed.tensor import DTensor
 
 from venus.cli import RunFailed
 from venus.files import replacing, write_json
@@ -34,6 +26,10 @@ from venus.model.weights import (
     write_weights,
 )
 from venus.train.parallel import World, shard
+
+if TYPE_CHECKING:  # slow to import: a function that needs more than the name does it itself
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.tensor import DTensor
 
 TIED_HEAD = "lm_head.weight"
 SAMPLE_TOKENS = 33
@@ -57,6 +53,9 @@ def save_checkpoint(
     Saved are weights, optimizer, every rank's random state and `extra` (plain JSON). RunFailed when
     it cannot be written.
     """
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
     directory = Path(directory)
     name = f"step_{step}"
     temporary = directory / f"{name}.tmp"
@@ -101,6 +100,9 @@ def load_checkpoint(
     must equal extra["settings"]. ValueError when `latest` names a checkpoint that is not there,
     that is damaged, or that is of other settings (the field is named) or another model.
     """
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import state_dict
+
     directory = Path(directory)
     path = _latest(directory)
     if path is None:
@@ -115,9 +117,9 @@ def load_checkpoint(
         _check_settings(directory, extra.get("settings", {}), json.loads(json.dumps(settings)))
     step = int(path.name.removeprefix("step_"))
     if optimizer is None:
-        state = {"model": get_model_state_dict(model)}
+        state = {"model": state_dict.get_model_state_dict(model)}
         _read_state(path, state, model)
-        set_model_state_dict(model, state["model"])
+        state_dict.set_model_state_dict(model, state["model"])
         return step, extra
     state = _state_of(model, optimizer)
     mine = f"rng_{world.rank}"
@@ -125,7 +127,7 @@ def load_checkpoint(
     if rng:
         state[mine] = rng
     _read_state(path, state, model)
-    set_state_dict(
+    state_dict.set_state_dict(
         model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )
     _set_random_state(rng, step, world)
@@ -166,6 +168,8 @@ def export_model(
     of `model`; RunFailed when it does not. ValueError for a directory that holds something else, or
     the source.
     """
+    from torch.distributed.tensor import DTensor
+
     directory = Path(directory)
     check_export(source, directory)
     temporary = directory.with_name(directory.name + ".tmp")
@@ -250,11 +254,16 @@ def _latest(directory: Path) -> Path | None:
 
 
 def _state_of(model: Qwen3, optimizer: torch.optim.Optimizer) -> dict[str, dict]:
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
     return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
 
 
 def _read_state(path: Path, state: dict, model: Qwen3) -> None:
     """Read a checkpoint into the tensors of `state`, in place. A collective."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
     if model.config.tie_word_embeddings:
         head = state["model"].pop(TIED_HEAD)
     try:
@@ -314,7 +323,7 @@ def _set_random_state(state: dict[str, torch.Tensor], step: int, world: World) -
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def _own_rows(parameter: DTensor) -> slice:
+def _own_rows(parameter: "DTensor") -> slice:
     """The rows of this rank's shard: FSDP cuts the first dimension into ceil(rows / ranks) each, so
     that the last ranks have fewer or none.
     """
@@ -339,5 +348,5 @@ def _damaged(path: Path, reason: BaseException) -> ValueError:
     )
 
 
-def _reason(error: CheckpointException) -> BaseException:
+def _reason(error: "CheckpointException") -> BaseException:
     return next(iter(error.failures.values()))[0]

@@ -14,23 +14,21 @@ import math
 import signal
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store
-from torch.distributed.fsdp import (
-    FSDPModule,
-    MixedPrecisionPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
 
 from venus.cli import RunFailed
 from venus.model.costs import check_heads
 from venus.model.qwen3 import Qwen3
 from venus.train.batches import Packed
+
+if TYPE_CHECKING:  # slow to import: only those who shard need it
+    from torch.distributed.fsdp import FSDPModule
 
 TIMEOUT = timedelta(minutes=20)
 # rollouts of one rank may take hours longer than those of another
@@ -156,6 +154,20 @@ class World:
         dist.destroy_process_group()
 
 
+def recorded(main):
+    """torch's `record`, by which torchrun shows what a rank died of, around `main`; imported when
+    that is called, so that --help does not pay for it.
+    """
+
+    @functools.wraps(main)
+    def call(*args, **kwargs):
+        from torch.distributed.elastic.multiprocessing.errors import record
+
+        return record(main)(*args, **kwargs)
+
+    return call
+
+
 def shard(model: Qwen3, world: World, *, bf16: bool) -> Qwen3:
     """Wrap every block, then the root, in FSDP2, in place. Build the optimizer afterwards: one
     built before would update nothing.
@@ -164,6 +176,12 @@ def shard(model: Qwen3, world: World, *, bf16: bool) -> Qwen3:
     compute over fp32 masters, fp32 reduction. A model on the meta device stays there: `to_empty` it
     and fill in this rank's rows. ValueError: as `costs.check_heads`.
     """
+    from torch.distributed.fsdp import (
+        MixedPrecisionPolicy,
+        fully_shard,
+        register_fsdp_forward_method,
+    )
+
     check_heads(model.config, world.sp)
     policy = (
         MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
@@ -183,8 +201,10 @@ def shard(model: Qwen3, world: World, *, bf16: bool) -> Qwen3:
     return model
 
 
-def fsdp_units(model: torch.nn.Module) -> list[FSDPModule]:
+def fsdp_units(model: torch.nn.Module) -> "list[FSDPModule]":
     """The wrapped modules, the root first."""
+    from torch.distributed.fsdp import FSDPModule
+
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
