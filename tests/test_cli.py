@@ -120,6 +120,7 @@ def test_help_names_every_flag_with_default_and_unit(capsys):
     assert "longest row kept [tokens] (default: 200000)" in text
     assert "peak learning rate, 100% of it (default: 1e-05)" in text
     assert "model directory (required)" in text
+    assert "date in the system prompt (default: none)" in text
 
 
 def test_an_unknown_flag_is_one_line_with_the_closest_flag(capsys):

@@ -181,12 +181,10 @@ def _add_flag(group, field):
     unless, unit = field.metadata["unless"], field.metadata["unit"]
     if field.default is dataclasses.MISSING:
         state = "required"
+    elif unless:
+        state = f"required without --{unless.replace('_', '-')}"
     else:
-        state = (
-            f"required without --{unless.replace('_', '-')}"
-            if unless
-            else f"default: {field.default!r}"
-        )
+        state = f"default: {'none' if field.default is None else repr(field.default)}"
     state += f"; {_range(field)}" if field.metadata["bounds"] else ""
     text = f"{field.metadata['help']}{f' [{unit}]' if unit else ''} ({state})".replace("%", "%%")
     form = {"action": argparse.BooleanOptionalAction}

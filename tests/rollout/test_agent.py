@@ -31,8 +31,9 @@ from venus import protocol
 from venus.curation.formats import to_messages
 from venus.files import append_jsonl
 from venus.protocol import LIMIT_MESSAGES, MALFORMED_MESSAGE, TIMEOUT_MESSAGE, assistant_text
-from venus.rollout.agent import CUT_NOTICE, Job, Limits, ToolPool
+from venus.rollout.agent import CUT_NOTICE, Job, Limits
 from venus.rollout.sampler import Generation
+from venus.rollout.tool_calls import ToolPool
 from venus.tools.base import ToolResult, ToolServiceError
 from venus.trajectory import STOP_REASONS, Trajectory, read_trajectories
 

@@ -19,7 +19,8 @@ from venus.model.qwen3 import WeightedNLL, set_recompute
 from venus.model.weights import load_model
 from venus.train.backward import backward, with_weights
 from venus.train.batches import pack
-from venus.train.parallel import World, shard, split_sequence
+from venus.train.parallel import World, shard
+from venus.train.ulysses import split_sequence
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,8 @@ from venus.model.qwen3 import (
 )
 from venus.rl.igpo import token_advantages
 from venus.train.batches import Document, Packed, dummy_document, micro_batches, pack
-from venus.train.parallel import World, split_sequence
+from venus.train.parallel import World
+from venus.train.ulysses import split_sequence
 from venus.trajectory import Trajectory
 
 Fields = dict[str, Tensor]
