@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 
 import pytest
 
-from venus.cli import Options, exit_code, option, parse, run, run_command
+from venus.cli import Options, exit_code, option, parse, program, run, run_command
 
 
 @dataclass(frozen=True)
@@ -455,6 +455,12 @@ class Wordy(Options):
 )
 def test_words_without_a_flag_are_the_positional_option(argv):
     assert parse(Wordy, list(argv), description="") == Wordy(paths=("a", "b"), output="o")
+
+
+def test_usage_shows_the_positional_option_without_its_flag(capsys):
+    text = help_of(Wordy, capsys)
+    assert text.startswith(f"usage: {program()} PATHS [options]\n")
+    assert "files (required; its flag may be left out)" in " ".join(text.split())
 
 
 def test_a_second_word_for_one_value_is_unknown(capsys):

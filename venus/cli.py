@@ -186,6 +186,7 @@ def _add_flag(group, field):
     else:
         state = f"default: {'none' if field.default is None else repr(field.default)}"
     state += f"; {_range(field)}" if field.metadata["bounds"] else ""
+    state += "; its flag may be left out" if field.metadata["positional"] else ""
     text = f"{field.metadata['help']}{f' [{unit}]' if unit else ''} ({state})".replace("%", "%%")
     form = {"action": argparse.BooleanOptionalAction}
     if kind is not bool:
@@ -197,10 +198,13 @@ def _add_flag(group, field):
 
 def _parser(config_class, prog, description):
     groups = _groups(config_class)
-    needed = " ".join(f"{_flag(field)} {field.name.upper()}" for field in groups["required"])
+    usage = [prog]
+    for field in groups["required"]:
+        usage += [] if field.metadata["positional"] else [_flag(field)]
+        usage.append(field.name.upper())
     parser = _Parser(
         prog=prog,
-        usage=f"{prog} {needed} [options]",
+        usage=" ".join([*usage, "[options]"]),
         description=description,
         epilog=EXIT_CODES,
         allow_abbrev=False,
