@@ -328,7 +328,10 @@ def _flex(q, k, v, spans, trunk):
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     doc, pre, own = (torch.tensor(values, device=q.device) for values in visibility(spans))
-    seen = lambda b, h, i, j: ((j >= doc[i]) & (j < pre[i])) | ((j >= own[i]) & (j <= i))  # noqa: E731
+
+    def seen(_batch, _head, i, j):
+        return ((j >= doc[i]) & (j < pre[i])) | ((j >= own[i]) & (j <= i))
+
     mask = create_block_mask(seen, None, None, len(q), len(q), device=q.device)
     attention = torch.compile(flex_attention) if q.is_cuda else flex_attention
     batched = [x.transpose(0, 1)[None] for x in (q, k, v)]

@@ -41,7 +41,7 @@ WALLS = {
 }
 
 # Code tokens at most; bench is what times and tunes.
-CAPS = {"product": 105_300, "bench": 14_500, "tests": 176_800}
+CAPS = {"product": 105_400, "bench": 14_500, "tests": 176_800}
 NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
     *(tokenize.ENCODING, tokenize.ENDMARKER),

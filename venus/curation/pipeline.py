@@ -77,7 +77,8 @@ class Journal:
         self.counts = Counter(state["counts"])
         self._seconds = state["seconds"]
         self._started = self._saved = time.monotonic()
-        self._files = {name: open(directory / name, "ab") for name in names}  # noqa: SIM115 - closed by `close`
+        # `close` closes them
+        self._files = {name: open(directory / name, "ab") for name in names}  # noqa: SIM115
         for name, file in self._files.items():
             size = state["sizes"].get(name, 0)
             if file.tell() < size:

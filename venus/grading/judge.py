@@ -90,7 +90,8 @@ class ModelJudge:
             self._known[key] = Verdict(**row)
         repair_tail(cache)
         cache.parent.mkdir(parents=True, exist_ok=True)
-        self._cache = open(cache, "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the judge
+        # it lives as long as the judge
+        self._cache = open(cache, "a", encoding="utf-8")  # noqa: SIM115
 
     def __call__(self, cases: Sequence[Case]) -> list[Verdict]:
         """Return a verdict per case, in order. ChatRefusedError when the service refuses the

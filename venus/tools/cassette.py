@@ -48,7 +48,8 @@ class Cassette:
             raise ValueError(
                 f"{path}: an empty cassette has nothing to replay; make one with --cassette record"
             )
-        self.handle = open(self.path, "a", encoding="utf-8") if record else None  # noqa: SIM115 - lives as long as the run
+        # it lives as long as the run
+        self.handle = open(self.path, "a", encoding="utf-8") if record else None  # noqa: SIM115
 
     def add(self, key: str, row: dict, result: ToolResult) -> ToolResult:
         """Keep a result and return the one that counts: of two equal calls made at once, the
