@@ -52,9 +52,9 @@ def run(*arguments, code=0, **environment):
     return done
 
 
-def refusal(*arguments, **environment):
-    """The one line that a run with bad input ends in."""
-    done = run(*arguments, code=2, **environment)
+def refusal(*arguments, code=2, **environment):
+    """The one line that a run with bad input ends in, or, with code 1, one that a service failed."""
+    done = run(*arguments, code=code, **environment)
     assert done.stderr.count("\n") == 1 and done.stderr.startswith("error: "), done.stderr
     return done.stderr
 
@@ -370,7 +370,7 @@ def test_an_interrupted_run_is_not_continued_with_other_settings_or_input(tmp_pa
     with serve(lambda *_: (401, "no", {})) as stub:
         judge = ("--judge", f"openai:{stub.url}:m")
         assert "refuses: HTTP 401 no" in refusal(
-            "--input", tmp_path / "in.jsonl", "--output", tmp_path / "out", *judge
+            "--input", tmp_path / "in.jsonl", "--output", tmp_path / "out", *judge, code=1
         )
         partial = tmp_path / "out.partial"
         (partial / "state.json").write_text(
