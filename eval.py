@@ -28,7 +28,7 @@ from venus.curation.formats import read_rollouts
 from venus.files import write_json, write_jsonl
 from venus.grading.benchmarks import BENCHMARKS
 from venus.grading.grade import grade_trajectories
-from venus.grading.judge import PROMPT, RULES, open_judge, parse_judge
+from venus.grading.judge import PROMPT, RULES, JudgeOptions, open_judge, parse_judge
 from venus.grading.summary import (
     check_alike,
     check_same_questions,
@@ -43,7 +43,7 @@ from venus.grading.verdicts import PROMPTS
 from venus.report.page import Run, read_run, write_report
 from venus.rollout.collect import collect, jobs_of
 from venus.rollout.doctor import diagnose
-from venus.rollout.options import RolloutOptions
+from venus.rollout.options import QuestionOptions
 from venus.runlog import print_plan, save_run
 from venus.services.chat import ChatClient
 from venus.tokenizer import ChatTokenizer
@@ -68,7 +68,7 @@ class Grader(NamedTuple):
 
 
 @dataclass(frozen=True)
-class EvalConfig(RolloutOptions):
+class EvalConfig(JudgeOptions, QuestionOptions):
     output: str = option(help="directory of all results")
     questions: str | None = option(
         None,
@@ -84,15 +84,11 @@ class EvalConfig(RolloutOptions):
     )
     canary: str | None = option(None, help="canary of a benchmark whose rows hold none")
     partial: bool = option(False, help="accept fewer questions than the benchmark has")
-    num_questions: int | None = option(
-        None, help="the first so many questions; empty is all", least=1
-    )
     model: str | None = option(
         None,
         group="what answers",
         help="Hugging Face directory to roll out; empty: grade --trajectories",
     )
-    samples: int = option(1, help="rollouts per question", least=1)
     trajectories: tuple[str, ...] = option(
         (),
         help="files, directories or glob patterns of trajectories to grade, ours, DR-Venus's or "
@@ -101,19 +97,12 @@ class EvalConfig(RolloutOptions):
     tokenizer: str | None = option(
         None, help="directory with the tokenizer.json of the --trajectories"
     )
-    seed: int = option(0, help="seed of the sampling noise and of the bootstrap", least=0)
-    doctor: bool = option(
-        False,
-        help="try everything that --model and the rest name with one cheap call each, and exit "
-        "with 0 if all of it works, else 1",
-    )
     judge: str | None = option(
         None,
         group="what grades and compares",
         help=f"{', '.join(RULES)} or openai:BASE_URL:MODEL (key: JUDGE_API_KEY or "
         "OPENAI_API_KEY); empty: the benchmark's, or em",
     )
-    judge_calls: int = option(16, help="judge calls under way at once", least=1)
     baseline: str | None = option(
         None,
         help="output directory of another evaluation on the same questions: adds the paired "

@@ -14,14 +14,14 @@ from pathlib import Path
 from venus.cli import option, run
 from venus.rollout.collect import collect, jobs_of
 from venus.rollout.doctor import diagnose
-from venus.rollout.options import RolloutOptions
+from venus.rollout.options import QuestionOptions
 from venus.runlog import print_plan, save_run
 from venus.tools.options import Keys
 from venus.trajectory import read_questions
 
 
 @dataclass(frozen=True)
-class RolloutConfig(RolloutOptions):
+class RolloutConfig(QuestionOptions):
     model: str = option(help="Hugging Face directory: config.json, safetensors, tokenizer.json")
     questions: str | None = option(
         None, help="questions.jsonl: id, question, ground_truth, corpus", unless="doctor"
@@ -30,16 +30,6 @@ class RolloutConfig(RolloutOptions):
         None,
         help="trajectories.jsonl, appended to; finished trajectories are not made again",
         unless="doctor",
-    )
-    num_questions: int | None = option(
-        None, group="what is made", help="the first so many questions; empty is all", least=1
-    )
-    samples: int = option(1, help="rollouts per question", least=1)
-    seed: int = option(0, help="seed of the sampling noise", least=0)
-    doctor: bool = option(
-        False,
-        help="try everything that is configured with one cheap call each, and exit with 0 if all "
-        "of it works, else 1",
     )
 
 

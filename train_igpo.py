@@ -21,7 +21,7 @@ import torch
 
 from venus.cli import option, run
 from venus.files import write_jsonl
-from venus.grading.judge import RULES, Case, Judge, open_judge, parse_judge
+from venus.grading.judge import RULES, Case, Judge, JudgeOptions, open_judge, parse_judge
 from venus.model.costs import memory_rows, num_parameters
 from venus.model.qwen3 import ClippedPolicy, Qwen3, Qwen3Config, set_recompute
 from venus.model.weights import fingerprint
@@ -76,7 +76,7 @@ CONSOLE = (
 
 
 @dataclass(frozen=True)
-class IgpoConfig(AdvantageConfig, OptimizerOptions, TrainingOptions, RolloutOptions):
+class IgpoConfig(AdvantageConfig, OptimizerOptions, TrainingOptions, JudgeOptions, RolloutOptions):
     """What the paper's IGPO does, by default, but for top-p."""
 
     PRESETS = {"paper": {"top_p": 0.95}}  # README, "Ours, the paper, the released code"
@@ -110,7 +110,6 @@ class IgpoConfig(AdvantageConfig, OptimizerOptions, TrainingOptions, RolloutOpti
         help="for --reward judge: openai:BASE_URL:MODEL (key: JUDGE_API_KEY or OPENAI_API_KEY), "
         f"or {', '.join(RULES)}",
     )
-    judge_calls: int = option(16, help="judge calls under way at once, on each rank", least=1)
     judge_seconds: float = option(
         300.0,
         help="for all tries of a judge call; a rollout without a verdict leaves statistics and "

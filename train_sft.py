@@ -20,7 +20,7 @@ import torch
 from tqdm import tqdm
 
 from venus.cli import option, run
-from venus.curation.formats import encode_rows
+from venus.curation.formats import MAX_LENGTH, encode_rows
 from venus.model.costs import memory_rows, num_parameters, recompute_flops, training_flops
 from venus.model.qwen3 import QWEN3_4B, Qwen3, Qwen3Config, WeightedNLL, set_recompute
 from venus.model.weights import fingerprint
@@ -68,7 +68,7 @@ class SftConfig(OptimizerOptions, TrainingOptions):
         choices=("weights", "random"),
     )
     max_length: int = option(
-        200_000, help="longer rows are left out, and counted", unit="tokens", least=1
+        MAX_LENGTH, help="longer rows are left out, and counted", unit="tokens", least=1
     )
     resample: str = option(
         "on",

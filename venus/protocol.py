@@ -11,6 +11,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from venus.cli import Options, option
+
+PROMPT_STYLES = ("full", "short")
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 RESPONSE_OPEN, RESPONSE_CLOSE = "<tool_response>", "</tool_response>"
@@ -89,11 +92,27 @@ TIMEOUT_MESSAGE = "Tool execution timed out after {:g} seconds.".format  # call 
 _TIMEOUT = re.compile(r"Tool execution timed out after [\d.]+ seconds\.")
 
 
+@dataclass(frozen=True)
+class ProtocolOptions(Options):
+    """Flags of whatever opens a conversation: rows for training and rollouts must agree."""
+
+    system_prompt: str = option(
+        "full",
+        group="protocol",
+        help="the system message: full with tool signatures, or short for tiny models",
+        choices=PROMPT_STYLES,
+        agent=True,
+    )
+    date: str | None = option(
+        None, help="date line of the full system message, such as 2026-03-01; empty is none"
+    )
+
+
 def system_prompt(style: str, date: str | None = None) -> str:
     """Return the system message: "full" (role, tool signatures in Qwen's form) or "short" (one
     line, for tiny models).
     """
-    if style not in ("full", "short"):
+    if style not in PROMPT_STYLES:
         raise ValueError(f"system prompt style {style!r}; use full or short")
     if style == "short":
         text = "Search, visit, then answer."

@@ -53,7 +53,7 @@ def run(*arguments, code=0, **environment):
 
 
 def refusal(*arguments, code=2, **environment):
-    """The one line that a run with bad input ends in, or, with code 1, one that a service failed."""
+    """The one line that a run ends in: bad input, or, with code 1, a service that failed."""
     done = run(*arguments, code=code, **environment)
     assert done.stderr.count("\n") == 1 and done.stderr.startswith("error: "), done.stderr
     return done.stderr

@@ -33,13 +33,15 @@ from pathlib import Path
 from tqdm import tqdm
 
 from venus import protocol
-from venus.cli import Options, option
+from venus.cli import option
 from venus.curation.align import RefusedError, Step, align
+from venus.curation.formats import MAX_LENGTH
 from venus.curation.pipeline import STATE, Journal, in_order
 from venus.curation.prune import Account, drop, keep_valid, prune
 from venus.files import aliases_of, count_lines, decode, raw_rows, row_files, write_json
-from venus.grading.judge import Case, Judge, open_judge, parse_judge
+from venus.grading.judge import Case, Judge, JudgeOptions, open_judge, parse_judge
 from venus.grading.verdicts import PROMPTS, Verdict
+from venus.protocol import ProtocolOptions
 from venus.runlog import save_run
 from venus.tokenizer import ChatTokenizer
 from venus.tools.options import Keys
@@ -61,7 +63,7 @@ CHUNK = 16  # rows that a worker gets at a time
 
 
 @dataclass(frozen=True)
-class CleanConfig(Options):
+class CleanConfig(ProtocolOptions, JudgeOptions):
     """What is cleaned, and how."""
 
     input: tuple[str, ...] = option(
@@ -71,16 +73,9 @@ class CleanConfig(Options):
         help="directory to write: train.jsonl, validation.jsonl, removed.jsonl, "
         "judge_errors.jsonl, stats.json, run.json"
     )
-    system_prompt: str = option(
-        "full",
-        group="1 alignment",
-        help="system prompt of the rows",
-        choices=("full", "short"),
-    )
-    date: str | None = option(None, help="date in the system prompt, such as 2026-03-01")
     disallowed: str = option(
         "drop-turn",
-        group="2 pruning",
+        group="pruning",
         help="what goes with another tool than search and visit",
         choices=("drop-turn", "drop-trajectory"),
     )
@@ -93,7 +88,7 @@ class CleanConfig(Options):
         help="tokenizer.json or a directory with it; without one, lengths are neither counted nor "
         "limited",
     )
-    max_length: int = option(200_000, help="longest row kept", unit="tokens", least=1)
+    max_length: int = option(MAX_LENGTH, help="longest row kept", unit="tokens", least=1)
     overlong: str = option(
         "drop",
         help="longer rows: drop, or cut the last turns before the answer",
@@ -101,17 +96,16 @@ class CleanConfig(Options):
     )
     judge: str = option(
         "match",
-        group="3 correctness",
+        group="correctness",
         help="openai:BASE_URL:MODEL (key: JUDGE_API_KEY or OPENAI_API_KEY), match (offline: "
         "equal, or contained), em (equal) or none",
     )
-    judge_calls: int = option(16, help="judge calls under way at once", least=1)
     verdicts: str | None = option(
         None, help="file of the cached verdicts (absent: OUTPUT.verdicts.jsonl)"
     )
     turn_limits: tuple[int, ...] = option(
         (50, 100),
-        group="4 resampling and split",
+        group="resampling and split",
         help="most turns of each bucket but the last",
         unit="turns",
     )

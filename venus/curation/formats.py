@@ -22,6 +22,7 @@ from venus.files import aliases_of, row_files, rows_of, write_jsonl
 from venus.tokenizer import ChatTokenizer, Encoded
 from venus.trajectory import Outcome, Question, Trajectory, Turn
 
+MAX_LENGTH = 200_000  # tokens of an SFT row, as in the paper
 COLUMNS = ("rows", "turns", "searches", "visits", "tokens", "loss tokens", "strict-valid")
 
 

@@ -15,6 +15,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+from venus.cli import Options, option
 from venus.files import append_jsonl, read_jsonl, repair_tail
 from venus.grading.verdicts import PROMPTS, Verdict, item_scores, read_items
 from venus.rl.rewards import answer_seen, exact_match, outcome_of
@@ -34,6 +35,15 @@ Judge = Callable[[Sequence[Case]], list[Verdict]]
 
 PROMPT = "browsecomp"  # of a model, where no benchmark says
 SECONDS = 600.0  # for all tries of a reply
+
+
+@dataclass(frozen=True)
+class JudgeOptions(Options):
+    """Flags of whatever asks a judge."""
+
+    judge_calls: int = option(
+        16, group="judge", help="judge calls under way at once, of each process", least=1
+    )
 
 
 # ---- rules

@@ -16,6 +16,7 @@ from venus.model.costs import (
 )
 from venus.model.qwen3 import Qwen3, Qwen3Config
 from venus.model.weights import fingerprint, load_for_inference
+from venus.protocol import ProtocolOptions
 from venus.rl.info_gain import GainRule
 from venus.rollout.agent import Agent, Limits
 from venus.rollout.collect import check_corpora
@@ -183,14 +184,14 @@ class DecodingOptions(RunOptions):
 
 
 @dataclass(frozen=True)
-class RolloutOptions(SamplingOptions, Limits, ToolOptions, DecodingOptions):
+class RolloutOptions(ProtocolOptions, SamplingOptions, Limits, ToolOptions, DecodingOptions):
     """How trajectories are made; the configs of rollout.py, eval.py and train_igpo.py
     start with these fields.
     """
 
     policy: str | None = option(
         None,
-        group="policy and protocol",
+        group="policy",
         help="openai:BASE_URL:MODEL (key: POLICY_API_KEY or OPENAI_API_KEY) samples, and --model "
         "names the tokenizer only",
     )
@@ -200,15 +201,6 @@ class RolloutOptions(SamplingOptions, Limits, ToolOptions, DecodingOptions):
         unit="s",
         above=0,
         most=1_000_000,
-    )
-    system_prompt: str = option(
-        "full",
-        help="the system message: full with tool signatures, or short for tiny models",
-        choices=("full", "short"),
-        agent=True,
-    )
-    date: str | None = option(
-        None, help="date line of the full system message, such as 2026-03-01; empty is none"
     )
 
     def validate(self) -> None:
@@ -233,8 +225,8 @@ class RolloutOptions(SamplingOptions, Limits, ToolOptions, DecodingOptions):
 
     def manifest(self) -> dict:
         """What decides a trajectory besides seed and weights; recorded in each one."""
-        names = [field.name for base in (SamplingOptions, Limits) for field in fields(base)]
-        own = {name: getattr(self, name) for name in (*names, "system_prompt", "date")}
+        bases = (SamplingOptions, Limits, ProtocolOptions)
+        own = {field.name: getattr(self, field.name) for base in bases for field in fields(base)}
         return own | self.tools_manifest()
 
     def policy_client(self, keys: Keys) -> ChatClient | None:
@@ -312,3 +304,19 @@ class RolloutOptions(SamplingOptions, Limits, ToolOptions, DecodingOptions):
             )
         tokenizer.check_fits(model.config.vocab_size)
         return self.sampler(model, params, self.max_context)
+
+
+@dataclass(frozen=True)
+class QuestionOptions(RolloutOptions):
+    """Flags of the scripts that roll questions out and do not train: rollout.py and eval.py."""
+
+    num_questions: int | None = option(
+        None, group="what is made", help="the first so many questions; empty is all", least=1
+    )
+    samples: int = option(1, help="rollouts per question", least=1)
+    seed: int = option(0, help="seed of the sampling noise, and of eval.py's bootstrap", least=0)
+    doctor: bool = option(
+        False,
+        help="try everything that is configured with one cheap call each, and exit with 0 if all "
+        "of it works, else 1",
+    )
