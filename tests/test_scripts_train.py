@@ -617,7 +617,7 @@ def test_bad_input_is_one_line_with_exit_code_2_and_nothing_is_written(ran, tmp_
         reinforce("max_position_embeddings 8192", "--max-context", "9000"),
         reinforce("--steps 0: must be at least 1", "--steps", "0"),
         reinforce("--group-size 1: must be at least 2", "--group-size", "1"),
-        reinforce("top_p 2", "--top-p", "2"),
+        reinforce("--top-p 2.0: must be above 0", "--top-p", "2"),
         reinforce("--gamma 1.5: must be at least 0 and at most 1", "--gamma", "1.5"),
         reinforce("unknown argument --ig", "--ig", "all"),
     ]

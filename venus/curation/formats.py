@@ -186,19 +186,23 @@ def _converted(row: object, where: str, tokenizer: ChatTokenizer) -> Trajectory:
     row = _checked(where, row)
     stop_reason = _stop_reason(row, where)
     roles = [m.get("role") if isinstance(m, dict) else None for m in row["messages"]]
+    has_turns = "assistant" in roles
+    if has_turns:
+        messages = row["messages"][: len(roles) - roles[::-1].index("assistant")]
+    else:
+        # a turn stands in where none was made, for the prompt before it
+        turn = {"role": "assistant", "content": protocol.THINK_OPEN}
+        messages = [{"role": "user", "content": row["question"]}, turn]
     try:
-        if "assistant" in roles:
-            end = len(roles) - roles[::-1].index("assistant")
-            made = from_messages({**row, "messages": row["messages"][:end]}, tokenizer)
-        else:
-            # a turn stands in where none was made, for the prompt before it
-            question = {"role": "user", "content": row["question"]}
-            turn = {"role": "assistant", "content": protocol.THINK_OPEN}
-            made = from_messages({**row, "messages": [question, turn]}, tokenizer)
-            made = replace(made, turns=[], token_ids=made.token_ids[: made.prompt_len])
+        made = from_messages({**row, "messages": messages}, tokenizer)
         stop_reason = stop_reason or made.stop_reason
-        outcome = Outcome(None, ENDED_BY.get(stop_reason, "ok"))
-        return replace(made, stop_reason=stop_reason, outcome=outcome)
+        return replace(
+            made,
+            turns=made.turns if has_turns else [],
+            token_ids=made.token_ids if has_turns else made.token_ids[: made.prompt_len],
+            stop_reason=stop_reason,
+            outcome=Outcome(None, ENDED_BY.get(stop_reason, "ok")),
+        )
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 
