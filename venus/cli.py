@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import difflib
 import errno
+import inspect
 import json
 import math
 import operator
@@ -152,7 +153,7 @@ def _groups(config_class):
     groups = {"required": [field for field in fields.values() if _is_required(field)]}
     for owner in config_class.__mro__:
         heading = "options"
-        for name in owner.__dict__.get("__annotations__", {}):
+        for name in inspect.get_annotations(owner):
             if name in fields:
                 field = fields.pop(name)
                 heading = field.metadata["group"] or heading
