@@ -297,6 +297,7 @@ def refused(config, capsys, *argv):
         (("--lr", "1e300"), "--lr 1e+300: must be above 0 and at most 1"),
         (("--share", "1"), "--share 1.0: must be at least 0 and below 1"),
         (("--steps", "0"), "--steps 0: must be at least 1"),
+        (("--steps", "9" * 400), f"--steps {'9' * 400}: must be below {2**53:,}"),
     ],
 )
 def test_a_number_out_of_its_range_is_one_line(capsys, argv, line):

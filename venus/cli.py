@@ -33,6 +33,7 @@ EXIT_CODES = (
 # an OSError that says nothing against the input
 SYSTEM_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 AGENT_FILE = "agent.json"
+LARGEST = 2**53  # no option needs more, and beyond it neither fp64 nor int64 can be relied on
 # range of a number: how it is said, and what must hold
 BOUNDS = {
     "above": ("above", operator.gt),
@@ -127,10 +128,11 @@ def _problem(field, value):
         return f"must be one of {', '.join(choices)}"
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
-    if not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):
         return "must be finite"
-    in_range = all(BOUNDS[name][1](value, x) for name, x in field.metadata["bounds"].items())
-    return None if in_range else f"must be {_range(field)}"
+    if not all(BOUNDS[name][1](value, x) for name, x in field.metadata["bounds"].items()):
+        return f"must be {_range(field)}"
+    return None if abs(value) < LARGEST else f"must be below {LARGEST:,}"
 
 
 def program() -> str:
@@ -304,7 +306,7 @@ def parse(config_class, argv=None, *, description, prog=None):
         config = config_class(**values)
         if hasattr(config, "validate"):
             config.validate()
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         parser.error(str(error))
     object.__setattr__(config, "sources", sources)
     return config
