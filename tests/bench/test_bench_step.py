@@ -33,7 +33,7 @@ def test_both_sides_have_the_same_gradients(monkeypatch, capsys, recompute):
     assert "38 tokens" not in out and "40 tokens, 10 with loss" in out
     error = float(re.search(r"24 gradients, the furthest apart is \S+: (\S+) of its norm", out)[1])
     assert error < 1e-5  # a tenth of what is allowed
-    assert re.search(r"^time: \d\.\d\dx of transformers' \(goal 0.6x: (met|missed)\)$", out, re.M)
+    assert re.search(r"^time: \d+\.\d\dx of transformers' \(goal 0.6x: (met|missed)\)$", out, re.M)
 
 
 @pytest.mark.parametrize(
