@@ -67,9 +67,9 @@ with contextlib.suppress(SystemExit):
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_help_costs_little_more_than_torch(script):
-    """CPU seconds and not the clock, by turns, and the least of three ratios: on a shared machine
-    the same start takes up to half as long again, but both of a pair feel that.
+    """CPU seconds and not the clock, by turns, and the best of at most three ratios: on a shared
+    machine the same start takes up to half as long again, but both of a pair feel that.
     """
     start(f"{script}.py", "--help")  # writes the bytecode
-    ratios = [start(f"{script}.py", "--help")[1] / start("-c", "import torch")[1] for _ in range(3)]
-    assert min(ratios) <= 1.25
+    ratios = (start(f"{script}.py", "--help")[1] / start("-c", "import torch")[1] for _ in range(3))
+    assert any(ratio <= 1.25 for ratio in ratios)
