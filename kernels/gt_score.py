@@ -388,7 +388,7 @@ def branch_attention(
         v,
         out_NHE,
         lse_NH,
-        *plan[:5],
+        *plan[:5],  # doc, pre, branch, tiles, first_row: the order of Plan's fields
         num_keys,
         num_heads,
         *strides,

@@ -33,7 +33,7 @@ def test_twice_the_rollouts_take_twice_the_hours():
 
 
 def test_the_pool_of_a_gpu_is_what_its_memory_leaves():
-    """`plan.kv_pool_tokens` at 80 GB with a sharded trainer beside it; no flag at all leaves the
+    """`costs.kv_pool_tokens` at 80 GB with a sharded trainer beside it; no flag at all leaves the
     cache of all rows full.
     """
     how = {"bf16": True, "world_size": 8, "training": True, "reference": True}

@@ -137,7 +137,7 @@ class DecodingOptions(RunOptions):
         """Rows for `print_plan`: the KV pool of a GPU, the trajectories it holds together, and the
         hours in which it makes its share of `num_rollouts`.
 
-        training, reference: what else lies in its memory, as in `plan.kv_pool_tokens`.
+        training, reference: what else lies in its memory, as in `costs.kv_pool_tokens`.
         """
         share = -(-num_rollouts // world_size)
         rows = min(self.concurrent or self.slots, share)
